@@ -1,0 +1,56 @@
+"""The policy as the rollout sees it: token ids in, token ids with log-probs and versions out.
+
+Implementations: `VllmPolicy` (vllm_policy.py), `TorchPolicy` (torch_policy.py) and `ScriptedPolicy`
+(scripted_policy.py); all pass tests/contract/test_policy_contract.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from leeway.replay.schema import PolicyVersion
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn to sample."""
+
+    request_id: str
+    """Unique; a retry carries the same id, and a policy may answer it from the first try."""
+    prompt_ids: list[int]
+    """Every token of the trajectory so far."""
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    """Generation ends with the token that completes any of these; that token is kept whole."""
+    temperature: float = 1.0
+    """1 samples the policy itself; 0 is greedy. Other values would need a correction of the
+    log-probs and are refused."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sampled. The three lists have one length, at least 1."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of each token under the version that sampled it, at temperature 1."""
+    versions: list[int]
+    """Policy version that sampled each token."""
+    finish: Literal["stop", "length"]
+    """`stop`: a stop string or the end-of-sequence token; `length`: max_tokens or the context ran out."""
+
+
+class Policy(Protocol):
+    """Something that completes prompts and knows which weights it does it with."""
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Sample one turn. Raises ConfigurationError for a request that can never be served."""
+        ...
+
+    async def version(self) -> PolicyVersion:
+        """The version the next token would be sampled with."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine and free what it holds."""
+        ...

@@ -1,0 +1,1 @@
+"""The search environment: protocol, rendering, retrieval, rewards, datasets."""

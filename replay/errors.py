@@ -1,0 +1,58 @@
+"""The exceptions of replay.
+
+    LeewayError                  every error this project raises on purpose
+    ├── ConfigurationError       bad input; the message names the key and what would be right
+    ├── DataError                a record, question or corpus line that cannot be used
+    │   └── CodecError           bytes that are not a group of this schema version
+    ├── WaitTimeout              a deadline passed; the message says who was waited for
+    ├── StoreError               the buffer refused an operation
+    │   ├── StoreUnavailable     no answer from Redis within the deadline
+    │   ├── SlotExpired          the slot's lease ended before the group was added
+    │   ├── LeaseExpired         the draw's lease ended before it was acknowledged
+    │   └── StalenessViolation   a group outside the staleness bound reached a consumer
+    └── TransferError            weights could not be published or received
+"""
+
+
+class LeewayError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigurationError(LeewayError):
+    """Bad input. The message is one sentence that names the key and says what would be right."""
+
+
+class DataError(LeewayError):
+    """A record, question or corpus line that cannot be used."""
+
+
+class CodecError(DataError):
+    """Bytes that are not a group of this schema version."""
+
+
+class WaitTimeout(LeewayError):
+    """A deadline passed. The message names whom was waited for."""
+
+
+class StoreError(LeewayError):
+    """The replay buffer refused an operation."""
+
+
+class StoreUnavailable(StoreError):
+    """Redis gave no answer within the deadline."""
+
+
+class SlotExpired(StoreError):
+    """The slot's lease ended before its group was added; the group must be produced again."""
+
+
+class LeaseExpired(StoreError):
+    """The draw's lease ended before it was acknowledged; its groups went back to the buffer."""
+
+
+class StalenessViolation(StoreError):
+    """A group outside the staleness bound reached a consumer. Stops the run."""
+
+
+class TransferError(LeewayError):
+    """Weights could not be published or received."""

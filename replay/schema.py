@@ -1,0 +1,129 @@
+"""What actors and learner agree on: the records of an episode, and their shapes.
+
+Arrays are numpy, one-dimensional. `T` counts generated (trained) tokens of a trajectory, `L` all its
+tokens (prompt, generated, observed), `K` its turns.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NewType
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA_VERSION: Final = 1
+"""Raised with every change of the records below; a reader refuses any other number."""
+
+PolicyVersion = NewType("PolicyVersion", int)
+"""0 is the base model; version v leaves optimizer step v."""
+
+GroupId = NewType("GroupId", str)
+
+StopReason = Literal["answer", "turns", "tokens", "invalid"]
+"""Why an episode ended: it answered, or ran out of turns or of tokens, or ended on an action that
+could not be parsed with no turn left to correct it. Dropped episodes never become trajectories."""
+
+Action = Literal["search", "answer", "invalid"]
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """One completion and the observation that followed."""
+
+    start: int
+    """Index in `token_ids` of the turn's first generated token."""
+    num_generated: int
+    """Tokens the policy sampled; these are trained."""
+    num_observed: int
+    """Tokens appended after them (retrieved passages, corrections); never trained. 0 at the end."""
+    action: Action
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The record of one multi-turn episode."""
+
+    trajectory_id: str
+    token_ids: NDArray[np.int32]
+    """[L] every token in order: prompt, then per turn its generated and its observed tokens."""
+    turns: tuple[Turn, ...]
+    """[K] in order; together with the prompt they cover `token_ids` without a gap."""
+    logprobs: NDArray[np.float32]
+    """[T] of each generated token under the engine and version that sampled it."""
+    versions: NDArray[np.int32]
+    """[T] policy version that sampled each generated token."""
+    reward: float
+    stop_reason: StopReason
+    scores: dict[str, float]
+    """Metrics by name, such as exact_match, num_searches, num_invalid, think_tokens."""
+    duration_s: float
+    """Wall time from the first request to the last observation."""
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """T, the number of generated tokens."""
+        return len(self.logprobs)
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest version among the trained tokens; staleness is measured from it."""
+        return PolicyVersion(int(self.versions.min()))
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The sibling trajectories of one question: the unit of replay."""
+
+    group_id: GroupId
+    question_id: str
+    worker_id: str
+    """The rollout worker that played it."""
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest version among all trained tokens of the group."""
+        return PolicyVersion(min(t.oldest_version for t in self.trajectories))
+
+
+def check_group(group: Group) -> None:
+    """Raise DataError unless lengths agree, turns cover the tokens, and every number is finite.
+
+    Run where a group enters the buffer, so that a non-finite log-prob is caught with its
+    trajectory still at hand.
+    """
+    from leeway.replay.errors import DataError
+
+    if not group.trajectories:
+        raise DataError(f"group {group.group_id} holds no trajectory")
+    for trajectory in group.trajectories:
+        where = f"group {group.group_id}, trajectory {trajectory.trajectory_id}"
+        problem = _first_problem(trajectory)
+        if problem:
+            raise DataError(f"{where}: {problem}")
+
+
+def _first_problem(trajectory: Trajectory) -> str | None:
+    num_trained = sum(turn.num_generated for turn in trajectory.turns)
+    if not trajectory.turns:
+        return "it has no turn"
+    if num_trained == 0:
+        return "it has no generated token"
+    for name in ("logprobs", "versions"):
+        if len(getattr(trajectory, name)) != num_trained:
+            return (
+                f"{len(getattr(trajectory, name))} {name} for {num_trained} generated tokens"
+            )
+    position = trajectory.turns[0].start
+    for k, turn in enumerate(trajectory.turns):
+        if turn.start != position or turn.num_generated < 0 or turn.num_observed < 0:
+            return f"turn {k} starts at {turn.start}, the turn before it ends at {position}"
+        position += turn.num_generated + turn.num_observed
+    if position != len(trajectory.token_ids):
+        return f"its turns end at {position} of {len(trajectory.token_ids)} tokens"
+    bad = np.flatnonzero(~np.isfinite(trajectory.logprobs))
+    if bad.size:
+        return f"log-prob of generated token {bad[0]} is {trajectory.logprobs[bad[0]]}"
+    if not np.isfinite(trajectory.reward):
+        return f"reward is {trajectory.reward}"
+    if trajectory.versions.min() < 0:
+        return f"a token carries policy version {trajectory.versions.min()}"
+    return None

@@ -1,0 +1,145 @@
+"""The replay buffer as actors and learner see it: one protocol, two implementations.
+
+`RedisReplay` (redis_store.py) is the product, `MemoryReplay` (memory_store.py) serves single-process
+experiments and tests. Both pass tests/contract/test_replay_contract.py.
+
+Staleness is kept by schedule, not by discarding. A group admitted while the oldest live engine holds
+version `a` may be trained while the learner holds version `a + max_staleness` at the latest: that is its
+deadline. With `B = groups_per_step` and the learner at `v`, the buffer keeps this true for every d >= v:
+
+    number of outstanding groups with deadline <= d   <=   (d - v + 1) * B
+
+Outstanding means admitted and neither trained nor dropped: slots, buffered and leased groups. `admit`
+refuses what would break it; `draw` hands out the earliest deadlines first and waits for a group still
+being played rather than leave it behind past its deadline.
+
+    learner at v=5, B=2, max_staleness=1, engines at 5: deadlines are 6
+    admit 4 groups -> granted: d=6 allows (6-5+1)*2 = 4.   a fifth -> refused, reason "window"
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from leeway.replay.schema import Group, GroupId, PolicyVersion
+
+RefusalReason = Literal["window", "capacity", "engine-behind", "paused"]
+"""Which bound held an admission back: the version window, `max_groups`, engines too old for the
+learner's version, or admission stopped for shutdown."""
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """Permission for one group to exist until it is trained or dropped."""
+
+    slot_id: str
+    """Also the group id of the group that fills it."""
+    version: PolicyVersion
+    """Oldest live engine version at admission."""
+
+
+class Lease(msgspec.Struct, frozen=True, eq=False):
+    """Groups handed to the learner until a deadline."""
+
+    lease_id: str
+    version: PolicyVersion
+    """The learner version they were drawn for."""
+    groups: tuple[Group, ...]
+
+
+class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A consistent snapshot of the buffer, taken by one script."""
+
+    learner_version: PolicyVersion
+    num_slots: int
+    """Groups being played."""
+    num_ready: int
+    """Groups buffered and free to be drawn."""
+    num_leased: int
+    """Groups at the learner."""
+    num_bytes: int
+    """Bytes of buffered and leased groups as stored."""
+    admission_paused: bool
+    num_admitted: int
+    num_added: int
+    num_drawn: int
+    """Hand-outs; a group drawn twice counts twice."""
+    num_trained: int
+    """Groups acknowledged."""
+    num_slots_expired: int
+    num_leases_expired: int
+    dropped: dict[str, int]
+    """Dropped groups by reason."""
+    outstanding: dict[int, int]
+    """Outstanding groups by the version at their admission."""
+    wait_room_s: float
+    """Seconds rollout workers have waited for admission, summed over workers."""
+    wait_data_s: float
+    """Seconds the learner has waited for groups."""
+
+
+class Replay(Protocol):
+    """Slots, groups and leases. Every call is one atomic step; blocking calls take a deadline."""
+
+    async def admit(self, n: int, version: PolicyVersion, timeout_s: float) -> list[Slot]:
+        """Return between 1 and `n` slots, waiting up to `timeout_s` for the first.
+
+        `version` is the oldest version any live engine may still sample from.
+        Raises WaitTimeout naming the bound that held it back (a RefusalReason and its numbers).
+        """
+        ...
+
+    async def add(self, slot: Slot, group: Group) -> None:
+        """Fill a slot. Idempotent by group id; after it returns the group survives any process.
+
+        Raises DataError for a malformed group or one with tokens older than the slot's version,
+        SlotExpired when the slot is no longer held.
+        """
+        ...
+
+    async def drop(self, slot: Slot, reason: str) -> None:
+        """Give a slot back unfilled, counted by reason. Idempotent."""
+        ...
+
+    async def draw(self, timeout_s: float) -> Lease:
+        """Lease `groups_per_step` groups, earliest deadline first.
+
+        Raises WaitTimeout naming what is missing: groups not yet ready, or the ones still being
+        played that must be in this step to stay within the bound.
+        """
+        ...
+
+    async def acknowledge(self, lease: Lease, version: PolicyVersion) -> None:
+        """The groups were trained and made `version`; forget them and move the learner's version.
+
+        Raises LeaseExpired when the lease is no longer held.
+        """
+        ...
+
+    async def release(self, lease: Lease) -> None:
+        """Hand the groups back untrained."""
+        ...
+
+    async def restore_version(self, version: PolicyVersion) -> int:
+        """The learner resumed at `version`: return every lease, move the learner's version there,
+        and drop the groups that no longer fit (sampled by a version that was lost with the crash,
+        reason "lost-version"). Returns how many were dropped.
+        """
+        ...
+
+    async def pause_admission(self, paused: bool) -> None:
+        """Stop or resume granting slots; waiting callers are told at once."""
+        ...
+
+    async def stats(self) -> ReplayStats:
+        """A consistent snapshot."""
+        ...
+
+    async def group_ids(self) -> list[GroupId]:
+        """Ids of buffered and leased groups, earliest deadline first."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections. The data stays."""
+        ...
