@@ -92,3 +92,23 @@ class RolloutConfig(FrozenModel):
 def bundled_dir() -> Path:
     """The folder of the bundled model, corpus and questions."""
     return Path(__file__).resolve().parent / "bundle"
+
+
+def corpus_file(config: SearchConfig) -> Path:
+    """The corpus that `search.corpus` names."""
+    return bundled_dir() / "corpus.jsonl.xz" if config.corpus == "bundled" else Path(config.corpus)
+
+
+def train_file(config: DataConfig) -> Path:
+    """The questions that `data.train` names."""
+    return bundled_dir() / "train.jsonl" if config.train == "bundled" else Path(config.train)
+
+
+def held_out_file(config: DataConfig) -> Path:
+    """The questions that `data.held_out` names."""
+    return bundled_dir() / "held_out.jsonl" if config.held_out == "bundled" else Path(config.held_out)
+
+
+def model_dir(model: str) -> Path:
+    """The model directory that the key `model` names."""
+    return bundled_dir() / "model" if model == "bundled" else Path(model)

@@ -1,4 +1,4 @@
-"""What an episode is played in: an Environment turns generated text into observations and rewards."""
+"""What an episode is played in: an Environment makes observations and rewards of generated text."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     observation: str
     """Text appended after the turn, untrained. Empty when the episode ends here."""
     is_terminal: bool
+    thought: str = ""
+    """The part of the turn that is reasoning."""
+    passages: tuple[str, ...] = ()
+    """What a search found, as plain text; never the text of a correction."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,17 +44,28 @@ class Environment(Protocol):
 
     stop: tuple[str, ...]
     """Stop strings of a turn."""
+    observation_end: str
+    """What every observation ends with; it stays when an observation is cut to its limit."""
 
     def prompt(self, question: Question) -> str:
         """First text of the episode."""
         ...
 
     async def step(self, question: Question, generated: str, turns_left: int) -> Step:
-        """React to one turn. Raises RetrievalError (failures.py) when no observation can be had."""
+        """React to one turn; `turns_left` completions may follow it, 0 on the last.
+
+        Raises RetrievalError (failures.py) when no observation can be had.
+        """
         ...
 
     def score(
-        self, question: Question, generated_turns: list[str], stop_reason: StopReason
+        self,
+        question: Question,
+        generated_turns: list[str],
+        steps: list[Step],
+        stop_reason: StopReason,
     ) -> Outcome:
-        """Reward and scores, read from the model's own text only."""
+        """Reward and scores. The reward reads `generated_turns`, the model's own text, only;
+        `steps` are what `step` made of them, one each.
+        """
         ...

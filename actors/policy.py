@@ -54,3 +54,22 @@ class Policy(Protocol):
     async def close(self) -> None:
         """Stop the engine and free what it holds."""
         ...
+
+
+def check_request(request: CompletionRequest, max_model_len: int) -> None:
+    """Raise ConfigurationError for a request that no engine of this length can serve."""
+    from leeway.replay.errors import ConfigurationError
+
+    if request.temperature not in (0.0, 1.0):
+        raise ConfigurationError(
+            f"temperature {request.temperature} would need corrected log-probs; use 1, or 0 for greedy"
+        )
+    if not request.prompt_ids:
+        raise ConfigurationError("the prompt has no token; send at least one")
+    if len(request.prompt_ids) >= max_model_len:
+        raise ConfigurationError(
+            f"the prompt has {len(request.prompt_ids)} tokens and policy.max_model_len is "
+            f"{max_model_len}; shorten the prompt or raise max_model_len"
+        )
+    if request.max_tokens < 1:
+        raise ConfigurationError(f"max_tokens is {request.max_tokens}; it must be at least 1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FrozenModel(BaseModel):
@@ -28,3 +30,12 @@ class ReplayConfig(FrozenModel):
     """Seconds the learner may hold a draw before its groups go back to the buffer."""
     max_draws: int = Field(default=4, ge=1)
     """How many times one group may be handed out; a group drawn more often is dropped."""
+
+    @model_validator(mode="after")
+    def _check_that_a_step_fits(self) -> Self:
+        if self.max_groups < self.groups_per_step:
+            raise ValueError(
+                f"max_groups = {self.max_groups} must be at least groups_per_step = "
+                f"{self.groups_per_step}, or no step could ever be drawn"
+            )
+        return self

@@ -1,16 +1,17 @@
 """The exceptions of replay.
 
-    LeewayError                  every error this project raises on purpose
-    ├── ConfigurationError       bad input; the message names the key and what would be right
-    ├── DataError                a record, question or corpus line that cannot be used
-    │   └── CodecError           bytes that are not a group of this schema version
-    ├── WaitTimeout              a deadline passed; the message says who was waited for
-    ├── StoreError               the buffer refused an operation
-    │   ├── StoreUnavailable     no answer from Redis within the deadline
-    │   ├── SlotExpired          the slot's lease ended before the group was added
-    │   ├── LeaseExpired         the draw's lease ended before it was acknowledged
-    │   └── StalenessViolation   a group outside the staleness bound reached a consumer
-    └── TransferError            weights could not be published or received
+LeewayError                  every error this project raises on purpose
+├── ConfigurationError       bad input; the message names the key and what would be right
+├── DataError                a record, question or corpus line that cannot be used
+│   └── CodecError           bytes that are not a group of this schema version
+├── WaitTimeout              a deadline passed; the message says who was waited for
+├── StoreError               the buffer refused an operation
+│   ├── StoreUnavailable     no answer from Redis within the deadline
+│   ├── SlotExpired          the slot's lease ended before the group was added
+│   ├── LeaseExpired         the draw's lease ended before it was acknowledged
+│   └── StalenessViolation   a group outside the staleness bound reached a consumer
+└── TransferError            weights could not be published or received
+    └── ChecksumMismatch     the received bytes are not the sent ones; the engine keeps its weights
 """
 
 
@@ -32,6 +33,11 @@ class CodecError(DataError):
 
 class WaitTimeout(LeewayError):
     """A deadline passed. The message names whom was waited for."""
+
+    def __init__(self, message: str, missing: tuple[str, ...] = ()) -> None:
+        """`missing` are the ids of those that were waited for, where they have one."""
+        super().__init__(message)
+        self.missing = missing
 
 
 class StoreError(LeewayError):
@@ -56,3 +62,7 @@ class StalenessViolation(StoreError):
 
 class TransferError(LeewayError):
     """Weights could not be published or received."""
+
+
+class ChecksumMismatch(TransferError):
+    """The received bytes are not the sent ones; the engine keeps the weights it has."""

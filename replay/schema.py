@@ -1,7 +1,7 @@
 """What actors and learner agree on: the records of an episode, and their shapes.
 
-Arrays are numpy, one-dimensional. `T` counts generated (trained) tokens of a trajectory, `L` all its
-tokens (prompt, generated, observed), `K` its turns.
+Arrays are numpy, one-dimensional. `T` counts generated (trained) tokens of a trajectory, `L` all
+its tokens (prompt, generated, observed), `K` its turns.
 """
 
 from __future__ import annotations
@@ -109,9 +109,11 @@ def _first_problem(trajectory: Trajectory) -> str | None:
         return "it has no generated token"
     for name in ("logprobs", "versions"):
         if len(getattr(trajectory, name)) != num_trained:
-            return (
-                f"{len(getattr(trajectory, name))} {name} for {num_trained} generated tokens"
-            )
+            return f"{len(getattr(trajectory, name))} {name} for {num_trained} generated tokens"
+    return _first_gap(trajectory) or _first_bad_number(trajectory)
+
+
+def _first_gap(trajectory: Trajectory) -> str | None:
     position = trajectory.turns[0].start
     for k, turn in enumerate(trajectory.turns):
         if turn.start != position or turn.num_generated < 0 or turn.num_observed < 0:
@@ -119,6 +121,10 @@ def _first_problem(trajectory: Trajectory) -> str | None:
         position += turn.num_generated + turn.num_observed
     if position != len(trajectory.token_ids):
         return f"its turns end at {position} of {len(trajectory.token_ids)} tokens"
+    return None
+
+
+def _first_bad_number(trajectory: Trajectory) -> str | None:
     bad = np.flatnonzero(~np.isfinite(trajectory.logprobs))
     if bad.size:
         return f"log-prob of generated token {bad[0]} is {trajectory.logprobs[bad[0]]}"

@@ -1,17 +1,19 @@
 """The replay buffer as actors and learner see it: one protocol, two implementations.
 
-`RedisReplay` (redis_store.py) is the product, `MemoryReplay` (memory_store.py) serves single-process
-experiments and tests. Both pass tests/contract/test_replay_contract.py.
+`RedisReplay` (redis_store.py) is the product, `MemoryReplay` (memory_store.py) serves
+single-process experiments and tests. Both pass tests/contract/test_replay_contract.py.
 
-Staleness is kept by schedule, not by discarding. A group admitted while the oldest live engine holds
-version `a` may be trained while the learner holds version `a + max_staleness` at the latest: that is its
-deadline. With `B = groups_per_step` and the learner at `v`, the buffer keeps this true for every d >= v:
+Staleness is kept by schedule, not by discarding. A group admitted while the oldest live engine
+holds version `a` may be trained while the learner holds version `a + max_staleness` at the latest:
+that is its deadline. With `B = groups_per_step` and the learner at `v`, the buffer keeps this true
+for every d >= v:
 
     number of outstanding groups with deadline <= d   <=   (d - v + 1) * B
 
-Outstanding means admitted and neither trained nor dropped: slots, buffered and leased groups. `admit`
-refuses what would break it; `draw` hands out the earliest deadlines first and waits for a group still
-being played rather than leave it behind past its deadline.
+Outstanding means admitted and neither trained nor dropped: slots, buffered and leased groups.
+`admit` refuses what would break it; `draw` hands out the earliest deadlines first and waits for a
+group still being played rather than leave it behind past its deadline. With a lease in hand, its
+groups count as trained at `v` and the next draw is for `v + 1`; so a learner may draw ahead.
 
     learner at v=5, B=2, max_staleness=1, engines at 5: deadlines are 6
     admit 4 groups -> granted: d=6 allows (6-5+1)*2 = 4.   a fifth -> refused, reason "window"
@@ -19,6 +21,7 @@ being played rather than leave it behind past its deadline.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -28,6 +31,10 @@ from leeway.replay.schema import Group, GroupId, PolicyVersion
 RefusalReason = Literal["window", "capacity", "engine-behind", "paused"]
 """Which bound held an admission back: the version window, `max_groups`, engines too old for the
 learner's version, or admission stopped for shutdown."""
+
+
+VersionSource = Callable[[], Awaitable[PolicyVersion | None]]
+"""Gives the oldest live engine version, None while no engine lives; PolicyBoard.oldest_version."""
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -82,10 +89,15 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
 class Replay(Protocol):
     """Slots, groups and leases. Every call is one atomic step; blocking calls take a deadline."""
 
-    async def admit(self, n: int, version: PolicyVersion, timeout_s: float) -> list[Slot]:
+    async def admit(
+        self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
+    ) -> list[Slot]:
         """Return between 1 and `n` slots, waiting up to `timeout_s` for the first.
 
-        `version` is the oldest version any live engine may still sample from.
+        `version` is the oldest version any live engine may still sample from. A caller that may
+        wait gives a source, which is asked at every try: with a fixed version it would be refused
+        on after the engines have moved. A caller that waits while admission is paused is told at
+        once; one that comes during the pause waits for its end.
         Raises WaitTimeout naming the bound that held it back (a RefusalReason and its numbers).
         """
         ...

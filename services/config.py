@@ -1,15 +1,63 @@
 """RunConfig: the whole of a run, read from one TOML file, and every check that spans two parts.
 
-Reading it imports nothing heavy (no torch, ray, vllm, transformers).
+Reading it imports nothing heavy (no torch, ray, vllm, transformers). Every fault in it is a
+ConfigurationError of one sentence: the file or `--set`, the dotted key, and what would be right.
 """
 
 from __future__ import annotations
 
-from pydantic import Field
+import json
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
 
 from leeway.actors.config import DataConfig, PolicyConfig, RolloutConfig, SearchConfig
 from leeway.learner.config import LearnerConfig
 from leeway.replay.config import FrozenModel, ReplayConfig
+from leeway.replay.errors import ConfigurationError
+from leeway.services.config_checks import check, check_environment, remarks
+from leeway.services.config_text import (
+    BUNDLED,
+    MASK,
+    PATH_KEYS,
+    accepts_none,
+    describe,
+    dump,
+    flatten,
+    is_text,
+    known_keys,
+    mask_url,
+    masked,
+    unknown_key,
+    validation_sentence,
+    value_at,
+    with_values,
+)
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+__all__ = [
+    "BUNDLED",
+    "MASK",
+    "ApiConfig",
+    "EvalConfig",
+    "RunConfig",
+    "check",
+    "check_environment",
+    "describe",
+    "dump",
+    "load",
+    "mask_url",
+    "masked",
+    "remarks",
+    "with_values",
+]
 
 
 class EvalConfig(FrozenModel):
@@ -37,7 +85,7 @@ class RunConfig(FrozenModel):
     """Name of the run; the run directory and the Redis keys carry it."""
     directory: str = "runs"
     """Folder that receives the run directory."""
-    model: str = "bundled"
+    model: str = BUNDLED
     """Hugging Face model directory to start from; or `bundled`."""
     seed: int = 0
     """Seed of sampling, question order and optimizer."""
@@ -49,3 +97,114 @@ class RunConfig(FrozenModel):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     api: ApiConfig = ApiConfig()
+
+
+def load(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply `a.b=c` overrides, resolve its paths and check the whole.
+
+    None reads no file: every key has its default. Paths are looked for beside the file, then in
+    the working directory, and are absolute afterwards.
+    """
+    source = str(path) if path is not None else "the default configuration"
+    try:
+        data = {} if path is None else _read_toml(Path(path))
+        keys_set = [_apply_override(data, override) for override in overrides]
+        config = _resolve_paths(_validate(data, source, keys_set), path)
+        check(config, source)
+    except ConfigurationError as error:
+        raise ConfigurationError(mask_url(str(error))) from None
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path} does not exist; give the path of a TOML file") from None
+    except IsADirectoryError:
+        raise ConfigurationError(f"{path} is a folder; give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path} is not UTF-8 text (byte {error.start}); a TOML file must be"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(_syntax_sentence(path, text, str(error))) from None
+
+
+def _syntax_sentence(path: Path, text: str, message: str) -> str:
+    """demo.toml, line 3: invalid value in `num_steps = sixty`; correct the TOML there (...)."""
+    found = re.search(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$", message)
+    what = message[: found.start()] if found else message
+    lines = text.splitlines() or [""]
+    number = int(found[1]) if found and found[1] else len(lines)
+    at = lines[number - 1].strip() if number <= len(lines) else ""
+    return (
+        f"{path}, line {number}: {what[:1].lower()}{what[1:]} in `{at}`; "
+        "TOML wants `key = value`, with strings in double quotes and true or false in lower case"
+    )
+
+
+def _apply_override(data: dict[str, Any], override: str) -> str:
+    """Put one `a.b=c` into `data`; returns its dotted key."""
+    key, equals, raw = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigurationError(
+            f"--set {override} is not of the form key=value, such as learner.num_steps=20"
+        )
+    fields = known_keys()
+    if key not in fields:
+        raise ConfigurationError(f"--set {override}: {unknown_key(key)}")
+    table, _, leaf = key.rpartition(".")
+    target = data.setdefault(table, {}) if table else data
+    if not isinstance(target, dict):
+        raise ConfigurationError(f"--set {override}: {table} is not a table in the file")
+    if accepts_none(fields[key]) and raw.strip().lower() == "none":
+        target.pop(leaf, None)
+    else:
+        target[leaf] = _parse_value(raw.strip(), fields[key])
+    return key
+
+
+def _parse_value(raw: str, field: FieldInfo) -> Any:
+    """The TOML value of `raw`; text without quotes stands for itself."""
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        return raw
+    if set(parsed) != {"value"}:
+        return raw
+    value = parsed["value"]
+    return raw if is_text(field) and not isinstance(value, str) else value
+
+
+def _validate(data: dict[str, Any], source: str, keys_set: Sequence[str]) -> RunConfig:
+    for key, value in flatten(data):
+        if isinstance(value, float) and not math.isfinite(value):
+            where = f"--set {key}" if key in keys_set else f"{source}: {key}"
+            raise ConfigurationError(f"{where} is {value}; it must be a finite number")
+    try:
+        return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        sentence, key = validation_sentence(error.errors()[0])
+        where = "--set" if key in keys_set else f"{source}:"
+        raise ConfigurationError(f"{where} {sentence}") from None
+
+
+def _resolve_paths(config: RunConfig, file: Path | str | None) -> RunConfig:
+    """Make the paths of the user absolute; a missing one stays as written for `check` to name."""
+    folders = [Path(file).resolve().parent, Path.cwd()] if file is not None else [Path.cwd()]
+    found: dict[str, Any] = {}
+    for key in PATH_KEYS:
+        written = value_at(config, key)
+        if written == BUNDLED:
+            continue
+        candidates = [folder / Path(written).expanduser() for folder in folders]
+        existing = next((path for path in candidates if path.exists()), None)
+        if existing is not None:
+            found[key] = str(existing.resolve())
+    return with_values(config, found)

@@ -33,13 +33,15 @@ TAGS: Final = (
     "</answer>",
 )
 STOP: Final = ("</search>", "</answer>")
+OBSERVATION_END: Final = "\n</information>\n"
 CORRECTION: Final = (
-    "\n<information>\nThat was no action. Write <search>query</search> or <answer>answer</answer>.\n"
-    "</information>\n"
+    "\n<information>\nThat was no action. Write <search>query</search> or <answer>answer</answer>."
+    f"{OBSERVATION_END}"
 )
 
 _TAG = re.compile(r"<(/?(?:think|search|information|answer)\s*)>", re.IGNORECASE)
 _ACTION = re.compile(r"<(search|answer)>((?:(?!<search>|<answer>).)*?)</\1>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>(.*?)(?=</think>|<search>|<answer>|\Z)", re.DOTALL)
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -51,8 +53,10 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 def defuse(text: str) -> str:
-    """Text from outside with the protocol's tags made harmless: `<answer>` becomes `(answer)`."""
-    return _TAG.sub(r"(\1)", text)
+    """Text from outside with tags made harmless: `<answer>` becomes `(answer)`, and `<|im_end|>`,
+    which a tokenizer would read as control, `(|im_end|>`.
+    """
+    return _TAG.sub(r"(\1)", text).replace("<|", "(|")
 
 
 def parse(generated: str) -> Parsed:
@@ -76,17 +80,25 @@ def last_answer(generated_turns: list[str]) -> str | None:
     return None
 
 
+def thought(generated: str) -> str:
+    """What stands in `<think>`; without a closing tag, up to the action or the end.
+
+    "<think>so</think><search>a</search>" -> "so".  "<think>so on and" -> "so on and".
+    """
+    return "".join(_THOUGHT.findall(generated))
+
+
 def render_observation(passages: list[tuple[str, str]]) -> str:
     """`passages` are (title, text) in rank order."""
     lines = [
         f'Doc {i}: "{defuse(title)}" {defuse(text)}'
         for i, (title, text) in enumerate(passages, start=1)
     ]
-    return "\n<information>\n" + "\n".join(lines) + "\n</information>\n"
+    return "\n<information>\n" + "\n".join(lines) + OBSERVATION_END
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """`"Title"\\ntext` of a corpus line as (title, text); without a title line the title is empty."""
+    """`"Title"\\ntext` of a corpus line as (title, text); the title is empty without its line."""
     first, newline, rest = contents.partition("\n")
     if not newline:
         return "", contents

@@ -1,1 +1,1 @@
-
+"""REST over a run: models, metrics, the application."""

@@ -1,0 +1,174 @@
+"""Where passages come from: the index in this process, or a Search-R1 style server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Protocol
+
+import httpx
+import msgspec
+import tenacity
+
+from leeway.actors.failures import RetrievalError
+from leeway.actors.search.index import Bm25Index
+from leeway.actors.search.protocol import split_contents
+
+_INLINE_DOCUMENTS: Final = 50_000
+"""Up to this size a query takes under a millisecond and is not worth a thread."""
+_MAX_CONNECTIONS: Final = 64
+"""Requests in flight to one server; more wait their turn within their own deadline."""
+
+
+class Passage(msgspec.Struct, frozen=True, kw_only=True):
+    """One search result."""
+
+    id: str
+    title: str
+    text: str
+    score: float
+    """Higher is better; the scale is the retriever's. 0 where the server tells none."""
+
+
+class Retriever(Protocol):
+    """Something that finds passages."""
+
+    async def search(self, query: str, top_k: int) -> list[Passage]:
+        """At most `top_k` passages, best first. Raises RetrievalError within its deadline."""
+        ...
+
+    async def close(self) -> None:
+        """Close what is open."""
+        ...
+
+
+class LocalRetriever:
+    """BM25 over a corpus in this process."""
+
+    def __init__(self, index: Bm25Index) -> None:
+        self._index = index
+
+    async def search(self, query: str, top_k: int) -> list[Passage]:
+        """The index's best documents."""
+        if len(self._index) <= _INLINE_DOCUMENTS:
+            [hits] = self._index.search([query], top_k)
+        else:
+            [hits] = await asyncio.to_thread(self._index.search, [query], top_k)
+        return [
+            Passage(id=document.id, title=document.title, text=document.text, score=score)
+            for document, score in hits
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Document(msgspec.Struct):
+    id: str | int = ""
+    contents: str | None = None
+    title: str = ""
+    text: str = ""
+
+
+class _Scored(msgspec.Struct):
+    document: _Document
+    score: float = 0.0
+
+
+class _Response(msgspec.Struct):
+    result: list[list[dict[str, object]]]
+
+
+class HttpRetriever:
+    """POST {url}/retrieve, tried again until `timeout_s` has passed.
+
+    One attempt may take half of it, so that a connection that hangs gets a second chance. A refusal
+    (status 4xx other than 408 and 429) and an answer of another shape raise at once: trying again
+    would change nothing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 20.0,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+        self._timeout_s = timeout_s
+        limits = httpx.Limits(
+            max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS
+        )
+        self._client = httpx.AsyncClient(timeout=timeout_s / 2, limits=limits, transport=transport)
+
+    async def search(self, query: str, top_k: int) -> list[Passage]:
+        """The server's best passages."""
+        retrying = tenacity.AsyncRetrying(
+            wait=tenacity.wait_exponential_jitter(initial=0.05, max=2.0, jitter=0.05),
+            retry=tenacity.retry_if_exception_type(_TRANSIENT),
+        )
+        num_attempts, last = 0, "it has not answered yet"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for attempt in retrying:
+                    with attempt:
+                        num_attempts += 1
+                        try:
+                            return await self._request(query, top_k)
+                        except _TRANSIENT as error:
+                            last = f"{type(error).__name__}: {error}"
+                            raise
+        except TimeoutError:
+            pass
+        raise RetrievalError(
+            f"{self._url} gave no passages within {self._timeout_s:g} s (attempt {num_attempts};"
+            f" {last}); is the retriever running, and is search.retriever_timeout_s long enough?"
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _request(self, query: str, top_k: int) -> list[Passage]:
+        body = {"queries": [query], "topk": top_k, "return_scores": True}
+        response = await self._client.post(self._url, json=body)
+        if response.status_code in (408, 429) or response.status_code >= 500:
+            raise _BusyServer(f"status {response.status_code}")
+        if response.status_code != 200:
+            raise RetrievalError(
+                f"{self._url} refused the request: status {response.status_code},"
+                f" {response.text[:200]!r}"
+            )
+        return _read_passages(response.content, self._url)[:top_k]
+
+
+class _BusyServer(Exception):
+    """A status that another attempt may better."""
+
+
+_TRANSIENT: Final = (httpx.TransportError, _BusyServer)
+
+
+def _read_passages(content: bytes, url: str) -> list[Passage]:
+    """The first query's passages, from the response with scores or the one without."""
+    try:
+        result = msgspec.json.decode(content, type=_Response).result
+        [entries] = result
+        scored = [
+            msgspec.convert(entry, _Scored)
+            if "document" in entry
+            else _Scored(msgspec.convert(entry, _Document))
+            for entry in entries
+        ]
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise RetrievalError(
+            f"{url} answered in another shape ({error}); it must be"
+            ' {"result": [[{"document": {"id", "contents"}, "score"}, ...]]}, one list per query'
+        ) from error
+    return [_passage(entry.document, entry.score) for entry in scored]
+
+
+def _passage(document: _Document, score: float) -> Passage:
+    title, text = document.title, document.text
+    if document.contents is not None:
+        title, text = split_contents(document.contents)
+    return Passage(id=str(document.id), title=title, text=text, score=score)

@@ -1,0 +1,308 @@
+"""The Ray Serve applications: policy, retriever, rollout workers. The only file of actors that imports ray.
+
+Rollout workers call policy and retriever through Serve handles, never through the HTTP proxy, which adds
+milliseconds. A request whose replica died is sent again to another one, within a deadline: a turn is
+only appended once, so a retry repeats at most that turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+from leeway.actors.config import (
+    DataConfig,
+    PolicyConfig,
+    RolloutConfig,
+    SearchConfig,
+    held_out_file,
+    train_file,
+    corpus_file,
+)
+from leeway.actors.failures import EngineError
+from leeway.actors.membership import Membership
+from leeway.actors.policy import Completion, CompletionRequest
+from leeway.actors.search.documents import load_documents
+from leeway.actors.search.environment import SearchEnvironment
+from leeway.actors.search.index import Bm25Index
+from leeway.actors.search.questions import QuestionStream, load_questions
+from leeway.actors.search.retriever import HttpRetriever, LocalRetriever, Passage, RetrievalError, Retriever
+from leeway.actors.tokens import Tokens
+from leeway.actors.worker import RolloutWorker
+from leeway.replay.board import PolicyBoard
+from leeway.replay.config import ReplayConfig
+from leeway.replay.redis_store import RedisReplay
+from leeway.replay.schema import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 120.0
+"""A turn is retried on other replicas for this long: an engine takes up to 50 s to start again."""
+
+
+class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a replica needs to know, plain enough to travel."""
+
+    run: str
+    redis_url: str
+    model: str
+    """Directory the engines load: the base model, or the checkpoint a resumed run goes on from."""
+    model_version: int
+    seed: int
+    policy: PolicyConfig
+    search: SearchConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    replay: ReplayConfig
+
+
+@serve.deployment(max_ongoing_requests=1024, health_check_period_s=10, health_check_timeout_s=30)
+class PolicyServer:
+    """One engine behind a handle, its place on the policy board kept by a task of its own."""
+
+    async def __init__(self, spec: ActorSpec) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._policy = await start_policy(spec)
+        self._board = PolicyBoard(spec.redis_url, spec.run)
+        self.engine_id = f"engine-{os.getpid()}"
+        self._membership = Membership(
+            self._board, self._policy, self.engine_id, os.uname().nodename
+        )
+        self._task = asyncio.create_task(self._membership.run())
+        self._num_tokens = 0
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """See Policy.complete."""
+        completion = await self._policy.complete(request)
+        self._num_tokens += len(completion.token_ids)
+        return completion
+
+    async def version(self) -> PolicyVersion:
+        """See Policy.version."""
+        return await self._policy.version()
+
+    async def snapshot(self) -> dict[str, dict[str, Any]]:
+        """Engine id -> version, tokens so far and the last publish, for the status."""
+        last = self._membership.last
+        return {
+            self.engine_id: {
+                "version": await self._policy.version(),
+                "num_tokens": self._num_tokens,
+                "pause_ms": last.pause_s * 1e3 if last else None,
+                "transfer_ms": last.transfer_s * 1e3 if last else None,
+            }
+        }
+
+    async def check_health(self) -> None:
+        """Serve restarts the replica when this raises: engine dead, weights wrong, or board task over."""
+        if self._task.done():
+            self._task.result()
+            raise EngineError("the engine has left the policy board")
+        if self._membership.broken:
+            raise EngineError(self._membership.broken)
+        await self._policy.check()
+
+    async def __del__(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._policy.close()
+        await self._board.close()
+
+
+async def start_policy(spec: ActorSpec) -> Any:
+    """The policy that `policy.backend` names."""
+    version = PolicyVersion(spec.model_version)
+    if spec.policy.backend == "vllm":
+        from leeway.actors.vllm_policy import VllmPolicy
+
+        return await VllmPolicy.start(Path(spec.model), spec.policy, seed=spec.seed, version=version)
+    from leeway.actors.torch_policy import TorchPolicy
+
+    return await TorchPolicy.start(Path(spec.model), spec.policy, seed=spec.seed, version=version)
+
+
+@serve.deployment(max_ongoing_requests=1024)
+class RetrieverServer:
+    """BM25 over the corpus, in a replica of its own."""
+
+    def __init__(self, spec: ActorSpec) -> None:
+        documents = load_documents(corpus_file(spec.search))
+        self._retriever = LocalRetriever(Bm25Index(documents))
+
+    async def search(self, query: str, top_k: int) -> list[Passage]:
+        """See Retriever.search."""
+        return await self._retriever.search(query, top_k)
+
+
+@serve.deployment(max_ongoing_requests=64, health_check_period_s=5)
+class RolloutServer:
+    """One rollout worker. It plays from `start` to `stop`; evaluation is asked for by call."""
+
+    async def __init__(
+        self, spec: ActorSpec, policy: DeploymentHandle, retriever: DeploymentHandle | None
+    ) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self.worker_id = f"worker-{os.getpid()}"
+        self._spec = spec
+        self._replay = RedisReplay(spec.redis_url, spec.run, spec.replay)
+        self._board = PolicyBoard(spec.redis_url, spec.run)
+        if spec.search.retriever_url:
+            self._retriever: Retriever = HttpRetriever(
+                spec.search.retriever_url, timeout_s=spec.search.retriever_timeout_s
+            )
+        else:
+            assert retriever is not None
+            self._retriever = HandleRetriever(retriever)
+        self._worker = RolloutWorker(
+            worker_id=self.worker_id,
+            replay=self._replay,
+            policy=HandlePolicy(policy),
+            environment=SearchEnvironment(
+                spec.search, self._retriever, format_penalty=spec.rollout.format_penalty
+            ),
+            tokens=Tokens.load(Path(spec.model)),
+            questions=QuestionStream(load_questions(train_file(spec.data)), seed=spec.data.seed),
+            rollout=spec.rollout,
+            search=spec.search,
+            max_model_len=spec.policy.max_model_len,
+            oldest_version=self._board.oldest_version,
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, question_state: dict[str, Any] | None = None) -> None:
+        """Begin to play training questions, from a saved position if there is one."""
+        if question_state is not None:
+            self._worker.questions.restore(question_state)
+        if self._task is None:
+            self._task = asyncio.create_task(self._worker.run())
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop admitting; groups in flight get `grace_s` seconds, then their slots are handed back."""
+        await self._worker.stop(grace_s)
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def evaluate(self, num_questions: int) -> dict[str, Any]:
+        """Held-out questions, greedy; see RolloutWorker.evaluate."""
+        questions = load_questions(held_out_file(self._spec.data))[:num_questions]
+        return msgspec.to_builtins(await self._worker.evaluate(questions))
+
+    async def snapshot(self) -> dict[str, dict[str, Any]]:
+        """Worker id -> counters; raises what ended the worker if it ended by itself."""
+        if self._task is not None and self._task.done() and not self._worker.stopping:
+            self._task.result()
+        return {self.worker_id: self._worker.snapshot()}
+
+
+_retried = retry(
+    retry=retry_if_exception_type((RayError, RayServeException)),
+    stop=stop_after_delay(RETRY_S),
+    wait=wait_exponential_jitter(initial=0.2, max=5),
+    reraise=True,
+)
+
+
+class HandlePolicy:
+    """Policy over a Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """See Policy.complete. Raises EngineError when no replica answered within RETRY_S."""
+        try:
+            return await self._complete(request)
+        except (RayError, RayServeException) as error:
+            raise EngineError(f"request {request.request_id}: {_cause(error)}") from error
+
+    @_retried
+    async def _complete(self, request: CompletionRequest) -> Completion:
+        return await self._handle.complete.remote(request)
+
+    async def version(self) -> PolicyVersion:
+        """See Policy.version."""
+        return await self._handle.version.remote()
+
+    async def close(self) -> None:
+        """The engine belongs to its own application; nothing to do."""
+
+
+class HandleRetriever:
+    """Retriever over a Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def search(self, query: str, top_k: int) -> list[Passage]:
+        """See Retriever.search."""
+        try:
+            return await self._search(query, top_k)
+        except (RayError, RayServeException) as error:
+            raise RetrievalError(f"query {query!r}: {_cause(error)}") from error
+
+    @_retried
+    async def _search(self, query: str, top_k: int) -> list[Passage]:
+        return await self._handle.search.remote(query, top_k)
+
+
+def _cause(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+class Deployed(msgspec.Struct, frozen=True):
+    """Handles to what runs."""
+
+    policy: Any
+    rollout: Any
+
+
+def deploy(spec: ActorSpec) -> Deployed:
+    """Start the applications and wait until every replica is ready; Ray must be up.
+
+    Engines load for up to policy.start_timeout_s; retriever and workers start beside them.
+    """
+    began = time.monotonic()
+    serve.start(proxy_location="Disabled")
+    policy = PolicyServer.options(
+        num_replicas=spec.policy.num_replicas, ray_actor_options=_resources(spec.policy)
+    ).bind(spec)
+    targets = [serve.RunTarget(policy, name="policy", route_prefix=None)]
+    if spec.search.retriever_url is None:
+        retriever = RetrieverServer.options(ray_actor_options={"num_cpus": 0}).bind(spec)
+        targets.append(serve.RunTarget(retriever, name="retriever", route_prefix=None))
+    serve.run_many(targets)
+    rollout = RolloutServer.options(
+        num_replicas=spec.rollout.num_workers, ray_actor_options={"num_cpus": 0}
+    ).bind(
+        spec,
+        serve.get_app_handle("policy"),
+        serve.get_app_handle("retriever") if spec.search.retriever_url is None else None,
+    )
+    serve.run(rollout, name="rollout", route_prefix=None)
+    log.info("applications ready after %.0f s", time.monotonic() - began)
+    return Deployed(serve.get_app_handle("policy"), serve.get_app_handle("rollout"))
+
+
+def undeploy() -> None:
+    """Take the applications down; engines and workers get their shutdown calls."""
+    serve.shutdown()
+
+
+def _resources(policy: PolicyConfig) -> dict[str, Any]:
+    import torch
+
+    if policy.backend == "vllm" and torch.cuda.is_available():
+        return {"num_cpus": 0, "num_gpus": 1}
+    return {"num_cpus": 0}

@@ -1,0 +1,364 @@
+"""VllmPolicy: a vLLM engine that takes weights while it generates. The only file that imports vllm.
+
+Two processes are at work. `VllmPolicy` lives in the Serve replica and drives vLLM's asynchronous
+front end; `StagedTransferEngine` lives in the engine's worker process, where `WorkerExtension` registers
+it. A publish goes through vLLM's weight-transfer interface like this:
+
+    replica                              worker
+    join       -> init_weight_transfer_engine   build the process group          } generation
+    stage      -> update_weights                a thread receives into staging    } goes on
+    commit     -> pause, keep running requests
+               -> finish_weight_update          load staging, compare what the engine will use
+               -> set version, resume
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from leeway.actors.config import PolicyConfig
+from leeway.actors.failures import EngineError
+from leeway.actors.policy import Completion, CompletionRequest, check_request
+from leeway.actors.weight_receiver import Committed, StagingArea, Rendezvous
+from leeway.replay.board import TensorSpec
+from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.schema import PolicyVersion
+
+BACKEND = "leeway_staged"
+
+
+class VllmPolicy:
+    """A Policy on one vLLM engine."""
+
+    def __init__(self, engine: AsyncLLM, max_model_len: int, version: PolicyVersion) -> None:
+        self._engine = engine
+        self._max_model_len = max_model_len
+        self._version = version
+        self._stop_ids: dict[tuple[str, ...], list[int]] = {}
+
+    @classmethod
+    async def start(
+        cls, model: Path, config: PolicyConfig, *, seed: int, version: PolicyVersion
+    ) -> VllmPolicy:
+        """Load `model`, whose weights are policy version `version`. Takes 25 to 50 s on a CPU."""
+        _set_environment(config)
+        engine = AsyncLLM.from_engine_args(_engine_args(model, config, seed))
+        await engine.update_weight_version(str(version))
+        return cls(engine, config.max_model_len, version)
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Sample one turn; the versions are those the engine reports for its tokens."""
+        check_request(request, self._max_model_len)
+        params = SamplingParams(
+            temperature=request.temperature,
+            max_tokens=min(request.max_tokens, self._max_model_len - len(request.prompt_ids)),
+            logprobs=0,
+            stop=list(request.stop),
+            stop_token_ids=await self._single_token_stops(request.stop),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # The salt keeps a prefix that was cached under older weights from being reused.
+        prompt: Any = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._version}"}
+        final = None
+        # vLLM forgets an id only after its last output; a retry must not collide with its first try.
+        request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
+        try:
+            async for output in self._engine.generate(prompt, params, request_id):
+                final = output.outputs[0]
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise EngineError(f"request {request.request_id}: {error}") from error
+        return self._completion(request, final)
+
+    def _completion(self, request: CompletionRequest, final: Any) -> Completion:
+        if final is None or final.weight_versions is None or final.logprobs is None:
+            raise EngineError(f"request {request.request_id}: the engine ended it without tokens")
+        token_ids = list(final.token_ids)
+        versions = [
+            int(span.version) for span in final.weight_versions for _ in range(span.start, span.end)
+        ]
+        return Completion(
+            token_ids=token_ids,
+            logprobs=[
+                float(entry[token].logprob)
+                for token, entry in zip(token_ids, final.logprobs, strict=True)
+            ],
+            versions=versions[: len(token_ids)],
+            finish="stop" if final.finish_reason == "stop" else "length",
+        )
+
+    async def _single_token_stops(self, stop: tuple[str, ...]) -> list[int]:
+        # Where a stop string is one token the engine itself can end the request at once; stop strings
+        # are found in the front end, after the engine has sampled past them.
+        if stop not in self._stop_ids:
+            tokenizer = self._engine.get_tokenizer()
+            encoded = [tokenizer.encode(s, add_special_tokens=False) for s in stop]
+            self._stop_ids[stop] = [ids[0] for ids in encoded if len(ids) == 1]
+        return self._stop_ids[stop]
+
+    async def version(self) -> PolicyVersion:
+        """Version of the weights in use."""
+        return self._version
+
+    async def check(self) -> None:
+        """Raise when the engine is dead."""
+        await self._engine.check_health()
+
+    async def close(self) -> None:
+        """End the engine process."""
+        self._engine.shutdown()
+
+    # ---- weights
+
+    async def join(self, rendezvous: Rendezvous) -> None:
+        """Join a transfer group; returns when the worker's join has started and ended."""
+        info = {"rendezvous": rendezvous.to_dict()}
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._until_idle("join", rendezvous.timeout_s)
+
+    async def stage(self, manifest: list[TensorSpec], timeout_s: float) -> float:
+        """Receive a published version into staging while generation goes on. Returns seconds."""
+        began = time.monotonic()
+        specs = [[spec.name, spec.dtype, list(spec.shape)] for spec in manifest]
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(
+            WeightTransferUpdateRequest(update_info={"manifest": specs})
+        )
+        await self._until_idle("receive", timeout_s)
+        return time.monotonic() - began
+
+    async def commit(self, version: PolicyVersion, checksum: str) -> Committed:
+        """Swap the staged weights in, running requests kept. Returns the pause.
+
+        Raises ChecksumMismatch before anything changed. Any other error leaves the engine with unknown
+        weights: it must be restarted.
+        """
+        for problem in await self._engine.collective_rpc("leeway_check", args=(checksum,)):
+            if problem:
+                await self.abandon()
+                raise ChecksumMismatch(problem)
+        core = self._engine.engine_core
+        began = time.monotonic()
+        await core.pause_scheduler_async(mode="keep", clear_cache=False)
+        try:
+            await self._engine.finish_weight_update(str(version))
+            self._version = version
+        finally:
+            await self._engine.resume_generation()
+        return Committed(version=version, checksum=checksum, pause_s=time.monotonic() - began)
+
+    async def abandon(self) -> None:
+        """Forget a transfer that failed, so that the next one can start."""
+        await self._engine.collective_rpc("leeway_abandon")
+
+    async def _until_idle(self, what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            problems = await self._engine.collective_rpc("leeway_transfer_state")
+            if any(p not in ("busy", "idle") for p in problems):
+                raise TransferError(next(p for p in problems if p not in ("busy", "idle")))
+            if all(p == "idle" for p in problems):
+                return
+            await asyncio.sleep(0.005)
+        raise TransferError(f"the engine did not {what} within {timeout_s:.0f} s")
+
+
+def _set_environment(config: PolicyConfig) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not torch.cuda.is_available():
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+
+
+def _engine_args(model: Path, config: PolicyConfig, seed: int) -> AsyncEngineArgs:
+    on_gpu = torch.cuda.is_available()
+    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    extra = {"gpu_memory_utilization": config.gpu_memory_utilization} if on_gpu else {}
+    return AsyncEngineArgs(
+        model=str(model),
+        dtype=dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        seed=seed,
+        enforce_eager=not on_gpu,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        worker_extension_cls="leeway.actors.vllm_policy.WorkerExtension",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        **extra,
+    )
+
+
+# ---- in the engine's worker process
+
+
+@dataclass
+class _InitInfo(WeightTransferInitInfo):
+    rendezvous: dict[str, Any]
+
+
+@dataclass
+class _UpdateInfo(WeightTransferUpdateInfo):
+    manifest: list[list[Any]]
+
+
+class StagedTransferEngine(WeightTransferEngine):
+    """vLLM's weight-transfer interface over a StagingArea."""
+
+    init_info_cls, update_info_cls = _InitInfo, _UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.staging = StagingArea(self.device)
+
+    def init_transfer_engine(self, init_info: _InitInfo) -> None:
+        rendezvous = Rendezvous.from_dict(init_info.rendezvous)
+        self.staging.start_join(rendezvous, rank_in_engine=self.parallel_config.rank)
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: loading starts when staging is complete, in finish_weight_update."""
+
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
+        self.staging.start_receive(
+            [TensorSpec(name=n, dtype=d, shape=s) for n, d, s in update_info.manifest]
+        )
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class synchronizes the device after each call, which would wait for the transfer.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def finish_weight_update(self) -> None:
+        staged = self.staging.take()
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(staged.items()))
+        finalize_layerwise_reload(self.model, self.model_config)
+        _rebind_tied_head(self.model, self.device)
+        check_in_use(self.model, staged)
+
+    def shutdown(self) -> None:
+        self.staging.close()
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        raise TransferError("the learner sends through leeway.learner.weights, not through vLLM")
+
+
+class WorkerExtension:
+    """Calls that the replica makes in every worker. Importing this module registers the engine."""
+
+    weight_transfer_engine: StagedTransferEngine
+    _weight_update_active: bool
+
+    def leeway_transfer_state(self) -> str:
+        """`busy`, `idle`, or what went wrong."""
+        return self.weight_transfer_engine.staging.state()
+
+    def leeway_check(self, checksum: str) -> str | None:
+        """What is wrong with the staged weights, None if nothing is."""
+        try:
+            self.weight_transfer_engine.staging.check(checksum)
+        except ChecksumMismatch as error:
+            return str(error)
+        return None
+
+    def leeway_abandon(self) -> None:
+        """Drop a transfer that failed."""
+        self.weight_transfer_engine.staging.abandon()
+        self._weight_update_active = False
+
+
+def _rebind_tied_head(model: torch.nn.Module, device: torch.device) -> None:
+    # CPU builds pack lm_head into a closure; with tied embeddings a reload leaves the old packed copy
+    # in use, and log-probs are off by 10 with no error.
+    head = getattr(model, "lm_head", None)
+    if device.type != "cpu" or head is None or not model.config.tie_word_embeddings:
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    head.weight = model.model.embed_tokens.weight  # pyright: ignore
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def check_in_use(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> None:
+    """Raise TransferError unless what the engine will compute with is what was staged.
+
+    Plain weights are compared bit for bit. CPU builds keep packed weights inside closures that cannot
+    be read back, so those are probed: their output for a fixed input must equal the staged weights'.
+    """
+    packed = getattr(model, "packed_modules_mapping", {})
+    unseen = set(staged)
+    for path, module in model.named_modules():
+        expected, names = _expected_weight(path, packed, staged)
+        if expected is None:
+            continue
+        unseen -= names
+        if not _uses(module, expected):
+            raise TransferError(f"{path} does not use the weights that were sent for it")
+    left = {name for name in unseen if name.endswith(".weight")}
+    if left:
+        raise TransferError(f"the engine has no place for {sorted(left)[0]}")
+
+
+def _expected_weight(
+    path: str, packed: Mapping[str, list[str]], staged: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor | None, set[str]]:
+    parent, _, leaf = path.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    names = [f"{prefix}{part}.weight" for part in packed.get(leaf, [leaf])]
+    if path == "lm_head" and names[0] not in staged:
+        names = ["model.embed_tokens.weight"]
+    if not all(name in staged for name in names):
+        return None, set()
+    return torch.cat([staged[name] for name in names]), set(names)
+
+
+def _uses(module: torch.nn.Module, expected: torch.Tensor) -> bool:
+    cpu_linear = getattr(module, "cpu_linear", None)
+    weight: Any = getattr(module, "weight", None)
+    if cpu_linear is not None:
+        generator = torch.Generator().manual_seed(expected.shape[0])
+        probe = torch.randn(4, expected.shape[1], generator=generator).to(expected.dtype)
+        got = cpu_linear(probe, weight, None)[:, : expected.shape[0]].float()
+        want = probe.float() @ expected.float().T
+        tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
+        return bool(((got - want).norm() <= tolerance * want.norm()).item())
+    if weight is None or weight.numel() < expected.numel():
+        return False
+    return torch.equal(weight[: expected.shape[0]], expected.to(weight.dtype))
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, StagedTransferEngine)

@@ -1,0 +1,238 @@
+"""A batch of groups as flat arrays over trained tokens, and its split into micro-batches and ranks.
+
+Letters: `T` trained tokens of the whole batch, `K` turns, `B` trajectories, `L` tokens of one
+trajectory. Every rank holds the whole batch: denominators, advantages and metrics are those of the
+batch, and only the forward and backward passes are divided.
+
+Turn ids come from the rollout's turns, never from a mask: two adjacent turns with no observation
+between them stay two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from leeway.learner.objective import Objective, Tokens
+from leeway.learner.objective.advantage import advantage, has_equal_rewards
+from leeway.learner.objective.ratio import Segments
+from leeway.learner.objective.reduce import reduce_weight
+from leeway.replay.errors import DataError
+from leeway.replay.schema import Group, Trajectory, check_group
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Groups, packed. Built by `build_batch`; tensors are on the CPU."""
+
+    groups: tuple[Group, ...]
+    """Where the numbers came from."""
+    trajectories: tuple[Trajectory, ...]
+    """[B] in the order of the groups."""
+    tokens: Tokens
+    """[T] behaviour log-probs, advantages, reduce weights, turns and trajectories of the trained
+    tokens."""
+    position_T: Tensor
+    """[T] int64 index of each trained token in its trajectory's `token_ids`."""
+    version_T: Tensor
+    """[T] int64 policy version that sampled each trained token."""
+    offset_B1: NDArray[np.int64]
+    """[B + 1] trained tokens of trajectory i are offset[i] up to offset[i + 1]."""
+    advantage_B: Tensor
+    """[B] float64."""
+    num_zero_variance_groups: int
+    """Groups whose rewards are all equal."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the trained tokens."""
+        return int(self.offset_B1[-1])
+
+    def length(self, trajectory: int) -> int:
+        """Tokens that a forward pass of the trajectory must read: all before its last trained
+        token."""
+        return int(self.position_T[self.offset_B1[trajectory + 1] - 1])
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some whole trajectories, right-padded. `R` rows, `L` tokens of the longest, `S` trained
+    tokens."""
+
+    input_ids_RL: Tensor
+    """[R, L] int64; padding is 0 and stands right of everything that is read."""
+    attention_mask_RL: Tensor
+    """[R, L] int64, 1 for tokens and 0 for padding."""
+    predictor_S: Tensor
+    """[S] int64 index into R * L of the position that predicts each trained token."""
+    target_S: Tensor
+    """[S] int64 id of each trained token."""
+    token_S: Tensor
+    """[S] int64 index of each trained token in the batch."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return MicroBatch(
+            self.input_ids_RL.to(device),
+            self.attention_mask_RL.to(device),
+            self.predictor_S.to(device),
+            self.target_S.to(device),
+            self.token_S.to(device),
+        )
+
+
+def build_batch(groups: Sequence[Group], objective: Objective) -> PackedBatch:
+    """Pack groups for one optimizer step.
+
+    Raises DataError naming group, trajectory and turn for a number that is not finite or lengths
+    that disagree, and for a batch without trajectories.
+    """
+    if not groups:
+        raise DataError("the batch is empty; draw at least one group")
+    for group in groups:
+        _check(group)
+    trajectories = tuple(t for group in groups for t in group.trajectories)
+    group_of_B = torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories])
+    reward_B = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    advantage_B = advantage(objective.advantage, reward_B, group_of_B, len(groups))
+    segments = _segments(trajectories)
+    equal_G = has_equal_rewards(reward_B, group_of_B, len(groups))
+    sizes = [t.num_trained_tokens for t in trajectories]
+    return PackedBatch(
+        groups=tuple(groups),
+        trajectories=trajectories,
+        tokens=Tokens(
+            old_T=_concatenate([t.logprobs for t in trajectories], np.float32),
+            a_T=advantage_B[segments.trajectory_of_T].float(),
+            weight_T=reduce_weight(objective.reduce, segments),
+            segments=segments,
+        ),
+        position_T=_concatenate([_positions(t) for t in trajectories], np.int64),
+        version_T=_concatenate([t.versions for t in trajectories], np.int64),
+        offset_B1=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        advantage_B=advantage_B,
+        num_zero_variance_groups=int(equal_G.sum()),
+    )
+
+
+def turn_and_trajectory(batch: PackedBatch, token: int) -> str:
+    """Where trained token `token` of the batch stands, in words for an error message."""
+    b = int(batch.tokens.segments.trajectory_of_T[token])
+    trajectory = batch.trajectories[b]
+    turn = _turn_of(trajectory, token - int(batch.offset_B1[b]))
+    return f"trajectory {trajectory.trajectory_id}, turn {turn}"
+
+
+def _check(group: Group) -> None:
+    for trajectory in group.trajectories:
+        where = f"group {group.group_id}, trajectory {trajectory.trajectory_id}"
+        bad = np.flatnonzero(~np.isfinite(trajectory.logprobs))
+        if bad.size:
+            turn = _turn_of(trajectory, int(bad[0]))
+            raise DataError(f"{where}, turn {turn}: log-prob is {trajectory.logprobs[bad[0]]}")
+        if trajectory.turns and trajectory.turns[0].start < 1:
+            raise DataError(f"{where}, turn 0: no prompt token stands before it to predict from")
+    check_group(group)
+
+
+def _turn_of(trajectory: Trajectory, token: int) -> int:
+    """Index of the turn that holds generated token `token` of the trajectory."""
+    ends_K = np.cumsum([turn.num_generated for turn in trajectory.turns])
+    return int(np.searchsorted(ends_K, token, side="right"))
+
+
+def _positions(trajectory: Trajectory) -> NDArray[np.int64]:
+    return np.concatenate(
+        [np.arange(turn.start, turn.start + turn.num_generated) for turn in trajectory.turns]
+    )
+
+
+def _segments(trajectories: Sequence[Trajectory]) -> Segments:
+    turn_sizes_K = np.array([turn.num_generated for t in trajectories for turn in t.turns])
+    sizes_B = np.array([t.num_trained_tokens for t in trajectories])
+    return Segments(
+        torch.from_numpy(np.repeat(np.arange(len(turn_sizes_K)), turn_sizes_K)),
+        torch.from_numpy(np.repeat(np.arange(len(sizes_B)), sizes_B)),
+        len(turn_sizes_K),
+        len(sizes_B),
+    )
+
+
+def _concatenate(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype))
+
+
+def split(
+    batch: PackedBatch,
+    micro_batch_tokens: int,
+    num_ranks: int = 1,
+    trajectories: Sequence[int] | None = None,
+) -> list[list[list[int]]]:
+    """Trajectory numbers by rank and micro-batch: `split(...)[rank][i]` are the rows of one pass.
+
+    Longest first; each goes to the rank with the fewest tokens so far, and a micro-batch holds at
+    most `micro_batch_tokens` padded tokens (a longer trajectory stands alone). Every rank gets the
+    same number of micro-batches; the last of a rank may be empty.
+
+    lengths [4, 9, 5, 8], 10 tokens, 2 ranks -> rank 0: [[1], [0]], rank 1: [[3], [2]]
+    `trajectories` limits the split to some of the batch.
+    """
+    chosen = range(len(batch.trajectories)) if trajectories is None else trajectories
+    lengths = {b: batch.length(b) for b in chosen}
+    rows: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for b in sorted(lengths, key=lambda b: (-lengths[b], b)):
+        rank = loads.index(min(loads))
+        rows[rank].append(b)
+        loads[rank] += lengths[b]
+    plan = [_fill(of_rank, lengths, micro_batch_tokens) for of_rank in rows]
+    most = max(len(of_rank) for of_rank in plan)
+    return [of_rank + [[]] * (most - len(of_rank)) for of_rank in plan]
+
+
+def _fill(rows: Sequence[int], lengths: dict[int, int], budget: int) -> list[list[int]]:
+    """Cut rows, longest first, into micro-batches of at most `budget` padded tokens."""
+    filled: list[list[int]] = []
+    for b in rows:
+        if filled and lengths[filled[-1][0]] * (len(filled[-1]) + 1) <= budget:
+            filled[-1].append(b)
+        else:
+            filled.append([b])
+    return filled
+
+
+def collate(
+    batch: PackedBatch, rows: Sequence[int], wanted_T: NDArray[np.bool_] | None = None
+) -> MicroBatch:
+    """The micro-batch of some trajectories.
+
+    `wanted_T` keeps only those of their trained tokens; what stands behind the last one is not
+    read.
+    """
+    spans = [np.arange(batch.offset_B1[b], batch.offset_B1[b + 1]) for b in rows]
+    if wanted_T is not None:
+        spans = [span[wanted_T[span]] for span in spans]
+    position_T = batch.position_T.numpy()
+    positions = [position_T[span] for span in spans]
+    width = max(int(of_row[-1]) for of_row in positions)
+    input_ids_RL = np.zeros((len(rows), width), np.int64)
+    mask_RL = np.zeros((len(rows), width), np.int64)
+    for r, (b, of_row) in enumerate(zip(rows, positions, strict=True)):
+        length = int(of_row[-1])
+        input_ids_RL[r, :length] = batch.trajectories[b].token_ids[:length]
+        mask_RL[r, :length] = 1
+    return MicroBatch(
+        torch.from_numpy(input_ids_RL),
+        torch.from_numpy(mask_RL),
+        _concatenate([r * width + p - 1 for r, p in enumerate(positions)], np.int64),
+        _concatenate(
+            [batch.trajectories[b].token_ids[p] for b, p in zip(rows, positions, strict=True)],
+            np.int64,
+        ),
+        _concatenate(spans, np.int64),
+    )

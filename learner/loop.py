@@ -1,0 +1,64 @@
+"""The learner's loop: draw, train, publish, acknowledge. A page on purpose; the parts live elsewhere.
+
+wait for a batch   (replay: who is missing?)       engines generate all the while
+train one step     -> policy version v
+confirm v-1, publish v
+acknowledge        -> the window moves, rollouts are admitted
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from leeway.learner.errors import LearnerStopped
+from leeway.learner.weights.publisher import Published
+from leeway.replay.errors import WaitTimeout
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.store import Lease, Replay
+
+DRAW_SLICE_S = 5.0
+"""A wait for a batch is cut into slices; between them a stop is noticed and engines are caught up."""
+
+
+class Learning(Protocol):
+    """What the loop drives; learner/session.py is the real one."""
+
+    version: PolicyVersion
+    num_steps: int
+    draw_timeout_s: float
+
+    async def stop_requested(self) -> bool: ...
+    async def train(self, lease: Lease) -> None: ...
+    async def publish(self) -> None: ...
+    async def catch_up(self) -> None: ...
+    async def confirm(self) -> Published | None: ...
+    async def after_step(self, wait_s: float, published: Published | None) -> None: ...
+
+
+async def run(learning: Learning, replay: Replay) -> None:
+    """Train until `num_steps`; raises LearnerStopped when asked to stop, with nothing half done."""
+    while learning.version < learning.num_steps:
+        began = time.monotonic()
+        lease = await draw(learning, replay)
+        wait_s = time.monotonic() - began
+        await learning.train(lease)
+        published = await learning.confirm()
+        await learning.publish()
+        await replay.acknowledge(lease, learning.version)
+        await learning.after_step(wait_s, published)
+    await learning.confirm()
+
+
+async def draw(learning: Learning, replay: Replay) -> Lease:
+    """The next batch. Raises WaitTimeout, naming who is missing, after `draw_timeout_s`."""
+    deadline = time.monotonic() + learning.draw_timeout_s
+    while True:
+        if await learning.stop_requested():
+            raise LearnerStopped(f"stopped before step {learning.version + 1}")
+        try:
+            return await replay.draw(timeout_s=DRAW_SLICE_S)
+        except WaitTimeout:
+            if time.monotonic() > deadline:
+                raise
+        await learning.catch_up()

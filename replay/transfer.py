@@ -1,0 +1,152 @@
+"""What both ends of a weight transfer must agree on: the group, the order of bytes, the checksum.
+
+The learner sends, engines receive, and neither imports the other, so the agreement lives here. This is
+the only file of replay that imports torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from leeway.replay.board import TensorSpec
+from leeway.replay.errors import TransferError
+
+BUCKET_BYTES = 64 * 2**20
+"""Bytes of one broadcast: tensors are packed into buckets of about this size."""
+
+
+def build_store(host: str, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
+    """The rendezvous of one transfer group. Port 0 lets the master take a free one (`store.port`)."""
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def build_group(
+    store: dist.TCPStore, rank: int, size: int, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group outside torch.distributed's default one: NCCL on a GPU, gloo on a CPU.
+
+    Blocks until all `size` ranks have joined, at most `timeout_s`. A group that failed once is not
+    usable again; build a new one under a new store.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    except RuntimeError as error:
+        raise TransferError(
+            f"rank {rank} of {size} could not join the transfer group within {timeout_s:.0f} s: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Send (rank 0) or receive (others) one tensor; returns when this end is done with its memory."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    try:
+        group.broadcast([tensor], options).wait()
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+    except RuntimeError as error:
+        raise TransferError(f"broadcast of weights failed: {_first_line(error)}") from error
+
+
+def buckets(
+    manifest: Iterable[TensorSpec], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[list[TensorSpec]]:
+    """Consecutive tensors of one dtype, together at most `bucket_bytes` unless one alone is larger."""
+    bucket: list[TensorSpec] = []
+    size = 0
+    for spec in manifest:
+        full = size + num_bytes(spec) > bucket_bytes
+        if bucket and (full or spec.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(spec)
+        size += num_bytes(spec)
+    if bucket:
+        yield bucket
+
+
+def num_elements(spec: TensorSpec) -> int:
+    """Elements of the tensor; 1 for a scalar."""
+    count = 1
+    for extent in spec.shape:
+        count *= extent
+    return count
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of the tensor on the wire."""
+    return num_elements(spec) * dtype_of(spec).itemsize
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """torch dtype of the wire, from its name such as `float32`."""
+    return getattr(torch, spec.dtype)
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """The manifest of a set of tensors, in their order."""
+    return [
+        TensorSpec(
+            name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape)
+        )
+        for name, tensor in tensors.items()
+    ]
+
+
+def send(group: dist.ProcessGroup, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Broadcast `tensors` from rank 0, packed into buckets."""
+    for bucket in buckets(describe(tensors)):
+        broadcast(group, torch.cat([tensors[spec.name].detach().reshape(-1) for spec in bucket]))
+
+
+def receive(
+    group: dist.ProcessGroup, manifest: Iterable[TensorSpec], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Receive what `send` sends, as views into freshly allocated buckets."""
+    received: dict[str, torch.Tensor] = {}
+    for bucket in buckets(manifest):
+        flat = torch.empty(
+            sum(num_elements(spec) for spec in bucket), dtype=dtype_of(bucket[0]), device=device
+        )
+        broadcast(group, flat)
+        offset = 0
+        for spec in bucket:
+            received[spec.name] = flat[offset : offset + num_elements(spec)].view(spec.shape)
+            offset += num_elements(spec)
+    return received
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Digest of names, dtypes, shapes and every bit, the same on CPU and GPU.
+
+    Per tensor the sum over its 16-bit words of word * (1 + position mod 65,521), in wrapping 64-bit
+    integers: exact, computed where the tensor lies, and different when elements move.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        words = tensor.detach().contiguous().reshape(-1).view(torch.int16).to(torch.int64)
+        weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) % 65521 + 1
+        total = int((words * weights).sum().item())
+        digest.update(f"{name}|{tensor.dtype}|{list(tensor.shape)}|{total}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,158 @@
+"""Deadlines of both stores, and why a caller had to wait: words that name whom it waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from leeway.replay.config import ReplayConfig
+from leeway.replay.errors import LeaseExpired, SlotExpired
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.store import Lease, RefusalReason, Slot, VersionSource
+
+
+NO_ENGINE: Final = -(2**31)
+"""Stands for the version of no engine: older than any bound allows, so admission is refused."""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing could be admitted."""
+
+    reason: RefusalReason
+    version: int | None
+    """Oldest live engine version, as the caller said; None: no engine lives."""
+    learner_version: int
+    next_version: int
+    """Learner version of the next draw."""
+    num_groups: int
+    """Slots, buffered and leased groups."""
+    outstanding: dict[int, int]
+    """Slots and buffered groups by version at admission."""
+    expires_in_s: float | None
+    """Seconds to the nearest expiry of a slot or lease; None when nothing is held."""
+
+
+class Shortage(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing could be drawn."""
+
+    version: int
+    """Learner version the draw is for."""
+    missing: int
+    blocking_until: int | None
+    """Groups being played, admitted up to this version, must come first; None: none must."""
+    playing: dict[int, int]
+    """Groups being played by version at admission."""
+    awaited: list[str]
+    """Some of the slots waited for, oldest first."""
+    expires_in_s: float | None
+
+
+class Wait:
+    """The deadline of one blocking call. The first try is not counted as waiting."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._started_s = time.monotonic()
+        self._timeout_s = timeout_s
+        self._has_waited = False
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the call began."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def waited_s(self) -> float:
+        """`elapsed_s`, or 0 when the first try succeeded."""
+        return self.elapsed_s if self._has_waited else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """The deadline has passed."""
+        return self.elapsed_s >= self._timeout_s
+
+    def next_s(self, expires_in_s: float | None) -> float:
+        """Seconds to sleep: until the deadline, or the nearest expiry if that is sooner."""
+        self._has_waited = True
+        left_s = max(0.0, self._timeout_s - self.elapsed_s)
+        return left_s if expires_in_s is None else min(left_s, max(0.0, expires_in_s))
+
+
+async def current(version: PolicyVersion | VersionSource) -> PolicyVersion | None:
+    """The version now: the source is asked, a fixed version stays."""
+    return await version() if callable(version) else version
+
+
+def slot_expired(slot: Slot, config: ReplayConfig) -> SlotExpired:
+    """Why a group came too late."""
+    return SlotExpired(
+        f"slot {slot.slot_id} is no longer held; a group must be added within slot_timeout_s = "
+        f"{config.slot_timeout_s:g} s of its admission"
+    )
+
+
+def lease_expired(lease: Lease, config: ReplayConfig) -> LeaseExpired:
+    """Why a step came too late."""
+    return LeaseExpired(
+        f"lease {lease.lease_id} is no longer held and its groups went back to the buffer; a step "
+        f"must end within lease_timeout_s = {config.lease_timeout_s:g} s of its draw"
+    )
+
+
+def describe_refusal(refusal: Refusal, config: ReplayConfig, timeout_s: float) -> str:
+    """`no room for a group in 5 s (window): ...`"""
+    r = refusal
+    start = f"no room for a group in {timeout_s:.1f} s ({r.reason})"
+    if r.reason == "paused":
+        return f"{start}: admission is stopped; pause_admission(False) resumes it"
+    if r.reason == "capacity":
+        return (
+            f"{start}: {r.num_groups} of max_groups {config.max_groups} groups exist; waiting for "
+            "the learner to train some"
+        )
+    if r.version is None:
+        return f"{start}: no engine lives; waiting for one to register"
+    deadline = f"version {r.version + config.max_staleness} (max_staleness {config.max_staleness})"
+    if r.reason == "engine-behind":
+        return (
+            f"{start}: the oldest engine is at version {r.version}, what it samples can be trained "
+            f"until {deadline}, and the learner is at {r.learner_version}; waiting for the engines "
+            "to receive newer weights"
+        )
+    return (
+        f"{start}: the learner draws for version {r.next_version} next, {config.groups_per_step} "
+        f"groups a step, and {by_version(r.outstanding)} are outstanding; one more from version "
+        f"{r.version} could not be trained by {deadline}; waiting for the learner to step and the "
+        "engines to follow"
+    )
+
+
+def describe_shortage(shortage: Shortage, config: ReplayConfig, timeout_s: float) -> str:
+    """`no step of 16 groups for version 7 in 60 s: ...`"""
+    s = shortage
+    start = (
+        f"no step of {config.groups_per_step} groups for version {s.version} in {timeout_s:.1f} s"
+    )
+    slots = f" (slots {', '.join(s.awaited)}{', ...' if sum(s.playing.values()) > 4 else ''})"
+    if s.blocking_until is not None:
+        awaited = {a: n for a, n in s.playing.items() if a <= s.blocking_until}
+        return (
+            f"{start}: {by_version(awaited)} are still being played and must be in this step to "
+            f"stay within max_staleness {config.max_staleness}{slots}"
+        )
+    ready = config.groups_per_step - s.missing
+    if not s.playing:
+        return (
+            f"{start}: {ready} are ready and none is being played; no rollout worker holds a slot"
+        )
+    return f"{start}: {ready} are ready, {by_version(s.playing)} are being played{slots}"
+
+
+def by_version(counts: Mapping[int, int]) -> str:
+    """{4: 1, 5: 3} -> `1 group from version 4, 3 groups from version 5`"""
+    if not counts:
+        return "0 groups"
+    parts = (f"{n} group{'s' * (n != 1)} from version {a}" for a, n in sorted(counts.items()))
+    return ", ".join(parts)

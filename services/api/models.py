@@ -1,0 +1,138 @@
+"""Bodies of the REST answers. `Status` mirrors observability.Snapshot; a test compares fields."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """Base of every body: read from attributes; docstrings become descriptions in openapi.json."""
+
+    model_config = ConfigDict(from_attributes=True, use_attribute_docstrings=True)
+
+
+class Health(Answer):
+    """The process answers."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Run(Answer):
+    """Where the run stands."""
+
+    name: str
+    phase: str
+    """What the run is doing: starting, evaluating, training, and so on."""
+    elapsed_s: float
+    """Seconds since the run started."""
+    step: int
+    """Optimizer steps done."""
+    num_steps: int | None
+    """Optimizer steps of the whole run; null until the learner said so."""
+    policy_version: int | None
+    """Newest policy version the learner made."""
+    last_event: str | None
+
+
+class Engine(Answer):
+    """One engine."""
+
+    engine_id: str
+    version: int | None
+    """Policy version it samples from."""
+    pause_ms: float | None
+    """Milliseconds for which its last publish stopped generation."""
+    transfer_ms: float | None
+    """Milliseconds its last publish took to arrive, while it generated."""
+    tokens_per_s: float | None
+
+
+class Learning(Answer):
+    """The last optimizer step; null before the first."""
+
+    reward: float | None
+    exact_match: float | None
+    entropy: float | None
+    kl: float | None
+    """KL (k3) to the policies that sampled the tokens."""
+    grad_norm: float | None
+    clip_fraction: float | None
+    """Share of trained tokens that were clipped."""
+    clip_bias_norm: float | None
+    """||C||, the norm of what the clip removed from the gradient."""
+    tokens_per_s: float | None
+    """Tokens trained per second."""
+
+
+class Staleness(Answer):
+    """Staleness of the last batch, in policy versions."""
+
+    mean: float | None
+    max: int | None
+    max_seen: int | None
+    """Largest of the whole run."""
+    bound: int | None
+    """replay.max_staleness."""
+
+
+class Replay(Answer):
+    """The buffer, in groups."""
+
+    num_slots: int
+    """Groups being played."""
+    num_ready: int
+    num_leased: int
+    num_bytes: int
+    """Bytes of buffered and leased groups as stored."""
+    num_trained: int
+    num_dropped: int
+    dropped: dict[str, int]
+    """Dropped groups by reason."""
+    admission_paused: bool
+
+
+class Waits(Answer):
+    """Who waits for whom, as shares of the time."""
+
+    learner_for_data: float | None
+    rollouts_for_room: float | None
+    """Mean over rollout workers."""
+    sentence: str
+    """The same in words; empty while nothing is known."""
+
+
+class Eval(Answer):
+    """Held-out exact match."""
+
+    before: float | None
+    latest: float | None
+    latest_step: int | None
+    """Optimizer step after which `latest` was measured."""
+
+
+class Status(Answer):
+    """A run at one moment."""
+
+    run: Run
+    engines: list[Engine]
+    generated_tokens_per_s: float | None
+    """Tokens generated per second, over all engines."""
+    learning: Learning
+    staleness: Staleness
+    replay: Replay | None
+    waits: Waits
+    eval: Eval
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the run, without secrets."""
+
+
+class Problem(Answer):
+    """An error, as RFC 9457 application/problem+json."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    """What went wrong and what to do."""

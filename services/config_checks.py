@@ -1,0 +1,273 @@
+"""What a configuration must not say: settings that span parts, and what this machine lacks.
+
+`problems` are refused, `remarks` are only said. Each is one sentence with
+the numbers and the remedy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from leeway.replay.errors import ConfigurationError
+from leeway.services.config_text import BUNDLED, PATH_KEYS, mask_url, show, value_at
+
+if TYPE_CHECKING:
+    from leeway.services.config import ApiConfig, RunConfig
+
+
+class ObjectiveFacts(NamedTuple):
+    """What the checks must know of a preset."""
+
+    advantage: str
+    clips: bool
+    """Whether eps_low and eps_high are read."""
+
+
+OBJECTIVES: Final = {
+    "so-grpo": ObjectiveFacts("group", clips=True),
+    "so-grpo-penalty": ObjectiveFacts("group", clips=True),
+    "grpo": ObjectiveFacts("group", clips=True),
+    "gspo": ObjectiveFacts("group", clips=True),
+    "reinforce": ObjectiveFacts("batch", clips=False),
+    "rloo": ObjectiveFacts("leave-one-out", clips=False),
+    "tis": ObjectiveFacts("group", clips=False),
+    "cispo": ObjectiveFacts("group", clips=True),
+    "m2po": ObjectiveFacts("group", clips=False),
+    "vespo": ObjectiveFacts("group", clips=False),
+    "topr": ObjectiveFacts("group", clips=False),
+}
+"""Mirror of leeway.learner.objective.presets, which imports torch; a test compares the two."""
+
+
+def check(config: RunConfig, source: str = "the configuration") -> None:
+    """Raise ConfigurationError for the first setting that would deadlock or do nothing."""
+    for problem in problems(config):
+        raise ConfigurationError(f"{source}: {problem}")
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every refusal, one sentence each, with the numbers and the remedy."""
+    yield from _window_problems(config)
+    yield from _length_problems(config)
+    yield from _objective_problems(config)
+    yield from _deadline_problems(config)
+    yield from _eval_problems(config)
+    yield from _source_problems(config)
+
+
+def _window_problems(config: RunConfig) -> Iterator[str]:
+    replay, rollout = config.replay, config.rollout
+    if replay.groups_per_step > replay.max_groups:
+        yield (
+            f"replay.groups_per_step = {replay.groups_per_step} is more than replay.max_groups = "
+            f"{replay.max_groups}, so no batch could ever be complete; "
+            f"set replay.max_groups to at least {replay.groups_per_step}"
+        )
+    in_flight = rollout.max_groups_in_flight * rollout.num_workers
+    if replay.max_staleness == 0 and in_flight > replay.groups_per_step:
+        each = replay.groups_per_step // rollout.num_workers
+        fit = (
+            f"set rollout.max_groups_in_flight to at most {each}"
+            if each
+            else f"set rollout.num_workers to at most {replay.groups_per_step}"
+        )
+        yield (
+            f"rollout.max_groups_in_flight = {rollout.max_groups_in_flight} with "
+            f"rollout.num_workers = {rollout.num_workers} would keep {in_flight} groups in flight, "
+            f"more than one step, but replay.max_staleness = 0 admits only the "
+            f"replay.groups_per_step = {replay.groups_per_step} groups of the current step; "
+            f"{fit}, or raise replay.max_staleness"
+        )
+
+
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    search, limit = config.search, config.policy.max_model_len
+    turn, seen = search.max_turn_tokens, search.max_observation_tokens
+    if turn >= limit:
+        yield (
+            f"search.max_turn_tokens = {turn} leaves no room for a prompt within "
+            f"policy.max_model_len = {limit}; lower it or raise policy.max_model_len"
+        )
+    elif search.max_turns > 1 and 2 * turn + seen >= limit:
+        yield (
+            f"one search and an answer need 2 x search.max_turn_tokens + "
+            f"search.max_observation_tokens = {2 * turn + seen} tokens and the prompt, "
+            f"more than policy.max_model_len = {limit}; raise policy.max_model_len or lower the two"
+        )
+    if config.learner.micro_batch_tokens < limit:
+        yield (
+            f"learner.micro_batch_tokens = {config.learner.micro_batch_tokens} cannot hold one "
+            f"trajectory of policy.max_model_len = {limit} tokens; raise it to at least {limit}"
+        )
+
+
+def _objective_problems(config: RunConfig) -> Iterator[str]:
+    objective, siblings = config.learner.objective, config.rollout.group_size
+    facts = OBJECTIVES.get(objective)
+    if facts is None:
+        close = get_close_matches(objective, OBJECTIVES, n=1)
+        hint = f"did you mean {close[0]}? There are" if close else "there are"
+        yield (
+            f"learner.objective = {show(objective)} is not a preset; "
+            f"{hint} {', '.join(sorted(OBJECTIVES))}"
+        )
+        return
+    if siblings == 1 and facts.advantage in ("group", "leave-one-out"):
+        yield (
+            f"rollout.group_size = 1 gives every trajectory zero advantage under "
+            f"learner.objective = {show(objective)}, which compares siblings; "
+            f"set rollout.group_size to at least 2"
+        )
+    if facts.advantage == "batch" and siblings * config.replay.groups_per_step == 1:
+        yield (
+            f"a batch of one trajectory has zero advantage under learner.objective = "
+            f"{show(objective)}; raise replay.groups_per_step or rollout.group_size to at least 2"
+        )
+    for key in ("learner.eps_low", "learner.eps_high"):
+        if not facts.clips and value_at(config, key) is not None:
+            yield (
+                f"{key} does nothing under learner.objective = {show(objective)}, "
+                "which does not clip; leave it out"
+            )
+
+
+def _deadline_problems(config: RunConfig) -> Iterator[str]:
+    """Pairs where the second must outlast the first, and what happens otherwise."""
+    pairs = (
+        (
+            "search.retriever_timeout_s",
+            "rollout.episode_timeout_s",
+            "a slow retrieval would end every group",
+        ),
+        (
+            "rollout.episode_timeout_s",
+            "replay.slot_timeout_s",
+            "a slot would be given away while its group is still played",
+        ),
+        (
+            "replay.slot_timeout_s",
+            "learner.draw_timeout_s",
+            "the learner would give up before the slots of a dead worker come back",
+        ),
+        (
+            "learner.publish_timeout_s",
+            "replay.lease_timeout_s",
+            "a batch would go back to the buffer while its version is still published",
+        ),
+    )
+    for shorter, longer, otherwise in pairs:
+        first, second = value_at(config, shorter), value_at(config, longer)
+        if second <= first:
+            yield (
+                f"{longer} = {second:g} does not outlast {shorter} = {first:g}, so {otherwise}; "
+                f"set {longer} above {first:g}"
+            )
+
+
+def _eval_problems(config: RunConfig) -> Iterator[str]:
+    if config.eval.every_steps and not config.eval.num_questions:
+        yield (
+            f"eval.every_steps = {config.eval.every_steps} does nothing while "
+            "eval.num_questions = 0; set eval.num_questions to at least 1 or eval.every_steps to 0"
+        )
+
+
+def _source_problems(config: RunConfig) -> Iterator[str]:
+    url = config.replay.url
+    if url is not None and not re.match(r"(redis|rediss|unix)://.", url):
+        yield (
+            f"replay.url = {show(mask_url(url))} is not a Redis URL; "
+            "write redis://user:password@host:6379/0"
+        )
+    retriever = config.search.retriever_url
+    if retriever is not None and not re.match(r"https?://.", retriever):
+        yield f"search.retriever_url = {show(retriever)} must start with http:// or https://"
+    if retriever is not None and config.search.corpus != BUNDLED:
+        yield "search.corpus is not read while search.retriever_url is set; remove one of the two"
+    for key, what in PATH_KEYS.items():
+        yield from _path_problems(key, value_at(config, key), what)
+    if config.data.train != BUNDLED and config.data.train == config.data.held_out:
+        yield (
+            f"data.held_out is the same file as data.train ({config.data.train}); "
+            "held-out questions must be others"
+        )
+
+
+def _path_problems(key: str, value: str, what: str) -> Iterator[str]:
+    if value == BUNDLED:
+        return
+    path, wants_folder = Path(value), key == "model"
+    remedy = f'give {what}, or "{BUNDLED}"'
+    if not path.exists():
+        looked = "" if path.is_absolute() else " beside the file or in the working directory"
+        yield f"{key} = {show(value)} does not exist{looked}; {remedy}"
+    elif path.is_dir() != wants_folder:
+        yield f"{key} = {show(value)} is a {'file' if wants_folder else 'folder'}; {remedy}"
+    elif wants_folder and not (path / "config.json").is_file():
+        yield f"{key} = {show(value)} holds no config.json; {remedy}"
+
+
+def remarks(config: RunConfig) -> list[str]:
+    """What is allowed but is probably not meant: printed, never refused."""
+    return list(_remarks(config))
+
+
+def _remarks(config: RunConfig) -> Iterator[str]:
+    replay, rollout, learner = config.replay, config.rollout, config.learner
+    window = replay.groups_per_step * (replay.max_staleness + 1)
+    in_flight = rollout.max_groups_in_flight * rollout.num_workers
+    if replay.max_groups < window:
+        reachable = (replay.max_groups - 1) // replay.groups_per_step
+        yield (
+            f"the version window would admit replay.groups_per_step x (replay.max_staleness + 1) = "
+            f"{window} groups, replay.max_groups = {replay.max_groups} stops at fewer: a full "
+            f"buffer reaches staleness {reachable}, only stragglers reach {replay.max_staleness}"
+        )
+    if in_flight > min(window, replay.max_groups):
+        yield (
+            f"rollouts ask for {in_flight} groups at once (rollout.max_groups_in_flight x "
+            f"rollout.num_workers), at most {min(window, replay.max_groups)} are ever admitted"
+        )
+    if config.eval.every_steps >= learner.num_steps:
+        yield (
+            f"eval.every_steps = {config.eval.every_steps} never comes within "
+            f"learner.num_steps = {learner.num_steps}"
+        )
+    if learner.warmup_steps >= learner.num_steps:
+        yield (
+            f"learner.warmup_steps = {learner.warmup_steps} covers all of "
+            f"learner.num_steps = {learner.num_steps}: the full learning rate is never used"
+        )
+
+
+def check_environment(config: RunConfig, source: str = "the configuration") -> None:
+    """Raise ConfigurationError if the API's port is taken or Redis does not answer."""
+    _check_port(config.api, source)
+    if config.replay.url is not None:
+        from leeway.replay.server import check_url
+
+        check_url(config.replay.url)
+
+
+def _check_port(api: ApiConfig, source: str) -> None:
+    import socket
+
+    family = socket.AF_INET6 if ":" in api.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((api.host, api.port))
+        except socket.gaierror as error:
+            raise ConfigurationError(
+                f'{source}: api.host = "{api.host}" is not an address of this machine '
+                f"({error.strerror}); use 127.0.0.1, or 0.0.0.0 for every interface"
+            ) from None
+        except OSError as error:
+            raise ConfigurationError(
+                f"{source}: api.port = {api.port} cannot be used on {api.host} "
+                f"({error.strerror}); name another, or 0 for a free one"
+            ) from None

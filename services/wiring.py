@@ -1,0 +1,70 @@
+"""From a RunConfig to the pieces of each process. The only file of services that imports ray."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from leeway.actors.config import model_dir
+from leeway.services.config import RunConfig
+from leeway.services.layout import RunDirectory
+
+if TYPE_CHECKING:
+    from leeway.actors.serve_app import ActorSpec
+
+
+def actor_spec(config: RunConfig, redis_url: str, model: Path | None, version: int):
+    """What the Serve applications need to know; `model` None is the base model."""
+    from leeway.actors.serve_app import ActorSpec
+
+    return ActorSpec(
+        run=config.name,
+        redis_url=redis_url,
+        model=str(model or model_dir(config.model)),
+        model_version=version,
+        seed=config.seed,
+        policy=config.policy,
+        search=config.search,
+        data=config.data,
+        rollout=config.rollout,
+        replay=config.replay,
+    )
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """A Ray of this machine alone, in a temporary folder that goes with it.
+
+    RAY_ADDRESS, where it is set, joins that cluster instead and ends nothing there.
+    """
+    import ray
+
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(logging_level="warning")
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    # Sockets live below this folder and their paths may have 107 characters: keep it short.
+    folder = tempfile.mkdtemp(prefix="leeway-")
+    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(4, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=128 * 2**20,
+            log_to_driver=True,
+            logging_level="warning",
+            _temp_dir=folder,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)

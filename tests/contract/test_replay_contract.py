@@ -1,0 +1,510 @@
+"""What every replay buffer does. Each test is one rule of store.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from leeway.replay import memory_store, redis_store
+from leeway.replay.errors import (
+    DataError,
+    LeaseExpired,
+    SlotExpired,
+    StalenessViolation,
+    WaitTimeout,
+)
+from leeway.replay.schema import Group, PolicyVersion
+from leeway.replay.store import Lease, Replay, Slot
+from leeway.replay.synthetic import build_group
+
+SOON_S = 0.05
+"""Deadline of a wait that is expected to fail."""
+AMPLE_S = 5.0
+"""Deadline of a wait that is expected to succeed."""
+
+
+def v(version: int) -> PolicyVersion:
+    return PolicyVersion(version)
+
+
+async def fill(replay: Replay, n: int, version: int = 0) -> list[Slot]:
+    """Admit exactly `n` groups at `version` and add them."""
+    slots = await replay.admit(n, v(version), SOON_S)
+    assert len(slots) == n
+    for slot in slots:
+        await replay.add(slot, build_group(slot))
+    return slots
+
+
+async def train(replay: Replay) -> Lease:
+    """One step: draw, acknowledge as the next version."""
+    lease = await replay.draw(SOON_S)
+    await replay.acknowledge(lease, v(lease.version + 1))
+    return lease
+
+
+def ids(lease: Lease) -> set[str]:
+    return {group.group_id for group in lease.groups}
+
+
+# --- admission ---------------------------------------------------------------------------------
+
+
+async def test_window_admits_two_steps_of_two_at_staleness_one(build_replay):
+    replay = build_replay()
+    assert len(await replay.admit(9, v(0), SOON_S)) == 4
+
+
+async def test_window_refuses_the_fifth_and_says_its_numbers(build_replay):
+    replay = build_replay()
+    await replay.admit(4, v(0), SOON_S)
+    with pytest.raises(WaitTimeout, match=r"\(window\).*4 groups from version 0.*by version 1"):
+        await replay.admit(1, v(0), SOON_S)
+
+
+async def test_older_engine_has_a_smaller_window(build_replay):
+    replay = build_replay()
+    await fill(replay, 2)
+    await train(replay)
+    # Learner at 1. Version 0 has deadline 1, so one step of 2; version 1 has deadline 2, so 4.
+    assert len(await replay.admit(9, v(0), SOON_S)) == 2
+    assert len(await replay.admit(9, v(1), SOON_S)) == 2
+
+
+async def test_on_policy_admits_one_step_and_the_next_after_training(build_replay):
+    replay = build_replay(max_staleness=0)
+    await fill(replay, 2)
+    with pytest.raises(WaitTimeout, match="window"):
+        await replay.admit(1, v(0), SOON_S)
+    await train(replay)
+    assert len(await replay.admit(9, v(1), SOON_S)) == 2
+
+
+async def test_engine_behind_is_refused_by_name(build_replay):
+    replay = build_replay(max_staleness=0)
+    await fill(replay, 2)
+    await train(replay)
+    with pytest.raises(WaitTimeout, match=r"engine-behind.*version 0.*learner is at 1"):
+        await replay.admit(1, v(0), SOON_S)
+
+
+async def test_capacity_counts_slots_buffered_and_leased(build_replay):
+    replay = build_replay(max_groups=4, max_staleness=3)
+    await fill(replay, 3)
+    await replay.draw(SOON_S)
+    assert len(await replay.admit(9, v(0), SOON_S)) == 1
+    with pytest.raises(WaitTimeout, match=r"capacity.*4 of max_groups 4"):
+        await replay.admit(1, v(0), SOON_S)
+
+
+async def test_admission_with_a_lease_in_hand_counts_the_step_as_taken(build_replay):
+    replay = build_replay()
+    await fill(replay, 2)
+    lease = await replay.draw(SOON_S)
+    # The step at 0 is taken; only the one at 1 is left before the deadline of version 0.
+    assert len(await replay.admit(9, v(0), SOON_S)) == 2
+    await replay.acknowledge(lease, v(1))
+
+
+async def test_waiting_admission_is_granted_when_the_learner_trains(build_replay):
+    replay = build_replay(max_groups=2)
+    await fill(replay, 2)
+    waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    await train(replay)
+    assert len(await waiting) == 1
+
+
+async def test_waiting_admission_follows_its_version_source(build_replay):
+    replay = build_replay(max_staleness=0)
+    engine = {"version": v(0)}
+
+    async def oldest_version() -> PolicyVersion:
+        return engine["version"]
+
+    await fill(replay, 2)
+    waiting = asyncio.create_task(replay.admit(1, oldest_version, AMPLE_S))
+    await train(replay)
+    await asyncio.sleep(SOON_S)
+    assert not waiting.done()  # the learner is at 1, the engines still at 0
+    engine["version"] = v(1)
+    assert (await waiting)[0].version == 1
+
+
+async def test_no_living_engine_is_refused_by_name(build_replay):
+    async def nobody() -> None:
+        return None
+
+    with pytest.raises(WaitTimeout, match="engine-behind.*no engine lives"):
+        await build_replay().admit(1, nobody, SOON_S)
+
+
+async def test_waiting_admission_wakes_when_a_slot_is_dropped(build_replay):
+    replay = build_replay()
+    slots = await replay.admit(4, v(0), SOON_S)
+    waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    await replay.drop(slots[0], "retriever")
+    started = time.monotonic()
+    assert len(await waiting) == 1
+    assert time.monotonic() - started < 1.0
+
+
+async def test_waiting_admission_wakes_when_a_slot_expires(build_replay):
+    replay = build_replay(slot_timeout_s=0.2)
+    await replay.admit(4, v(0), SOON_S)
+    started = time.monotonic()
+    assert len(await replay.admit(4, v(0), AMPLE_S)) == 4
+    assert 0.1 < time.monotonic() - started < 1.0
+
+
+async def test_many_workers_share_the_window(build_replay):
+    replay = build_replay(max_staleness=3)
+    tries = [replay.admit(1, v(0), SOON_S) for _ in range(20)]
+    results = await asyncio.gather(*tries, return_exceptions=True)
+    assert sum(isinstance(result, list) for result in results) == 8
+    assert sum(isinstance(result, WaitTimeout) for result in results) == 12
+
+
+async def test_pause_refuses_admission_and_resume_grants_it(build_replay):
+    replay = build_replay()
+    await replay.pause_admission(True)
+    with pytest.raises(WaitTimeout, match="paused"):
+        await replay.admit(1, v(0), SOON_S)
+    assert (await replay.stats()).admission_paused
+    waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    await replay.pause_admission(False)
+    assert len(await waiting) == 1
+
+
+async def test_pause_tells_waiting_callers_at_once(build_replay):
+    replay = build_replay()
+    await replay.admit(4, v(0), SOON_S)
+    waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    started = time.monotonic()
+    await replay.pause_admission(True)
+    with pytest.raises(WaitTimeout, match="paused"):
+        await waiting
+    assert time.monotonic() - started < 1.0
+
+
+# --- slots -------------------------------------------------------------------------------------
+
+
+async def test_drop_gives_the_slot_back_and_counts_the_reason_once(build_replay):
+    replay = build_replay()
+    slots = await replay.admit(4, v(0), SOON_S)
+    await replay.drop(slots[0], "retriever")
+    await replay.drop(slots[0], "retriever")
+    stats = await replay.stats()
+    assert (stats.num_slots, stats.dropped, stats.outstanding) == (3, {"retriever": 1}, {0: 3})
+    assert len(await replay.admit(9, v(0), SOON_S)) == 1
+
+
+async def test_expired_slot_is_freed_counted_and_refused(build_replay):
+    replay = build_replay(slot_timeout_s=0.1)
+    slot = (await replay.admit(1, v(0), SOON_S))[0]
+    await asyncio.sleep(0.15)
+    with pytest.raises(SlotExpired, match="slot_timeout_s"):
+        await replay.add(slot, build_group(slot))
+    stats = await replay.stats()
+    assert (stats.num_slots, stats.num_slots_expired, stats.outstanding) == (0, 1, {})
+
+
+async def test_add_is_idempotent_by_group_id(build_replay):
+    replay = build_replay()
+    slot = (await replay.admit(1, v(0), SOON_S))[0]
+    await replay.add(slot, build_group(slot))
+    await replay.add(slot, build_group(slot))
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.num_added) == (1, 1)
+
+
+async def test_add_after_training_does_not_bring_the_group_back(build_replay):
+    replay = build_replay()
+    slots = await fill(replay, 2)
+    await train(replay)
+    await replay.add(slots[0], build_group(slots[0]))
+    assert (await replay.stats()).num_ready == 0
+
+
+async def test_drop_after_add_changes_nothing(build_replay):
+    replay = build_replay()
+    slots = await fill(replay, 1)
+    await replay.drop(slots[0], "late")
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.dropped) == (1, {})
+
+
+async def test_group_comes_back_as_it_was_added(build_replay):
+    replay = build_replay(groups_per_step=1)
+    slot = (await replay.admit(1, v(0), SOON_S))[0]
+    group = build_group(slot, num_trajectories=3, num_tokens=40)
+    await replay.add(slot, group)
+    drawn = (await replay.draw(SOON_S)).groups[0]
+    assert (drawn.group_id, drawn.question_id) == (group.group_id, group.question_id)
+    for got, sent in zip(drawn.trajectories, group.trajectories, strict=True):
+        np.testing.assert_array_equal(got.token_ids, sent.token_ids)
+        np.testing.assert_array_equal(got.logprobs, sent.logprobs)
+        np.testing.assert_array_equal(got.versions, sent.versions)
+        assert (got.turns, got.scores, got.reward) == (sent.turns, sent.scores, sent.reward)
+
+
+def with_logprob(group: Group, value: float) -> Group:
+    first = group.trajectories[0]
+    logprobs = first.logprobs.copy()
+    logprobs[2] = value
+    changed = msgspec.structs.replace(first, logprobs=logprobs)
+    return msgspec.structs.replace(group, trajectories=(changed, *group.trajectories[1:]))
+
+
+async def test_non_finite_logprob_is_refused_and_the_slot_kept(build_replay):
+    replay = build_replay()
+    slot = (await replay.admit(1, v(0), SOON_S))[0]
+    with pytest.raises(DataError, match="log-prob of generated token 2 is nan"):
+        await replay.add(slot, with_logprob(build_group(slot), float("nan")))
+    assert (await replay.stats()).num_slots == 1
+
+
+async def test_group_under_another_id_is_refused(build_replay):
+    replay = build_replay()
+    first, second = await replay.admit(2, v(0), SOON_S)
+    with pytest.raises(DataError, match="ids must agree"):
+        await replay.add(first, build_group(second))
+
+
+async def test_tokens_older_than_the_slot_are_refused(build_replay):
+    replay = build_replay()
+    slot = (await replay.admit(1, v(1), SOON_S))[0]
+    with pytest.raises(DataError, match="tokens of version 0, older than version 1"):
+        await replay.add(slot, build_group(slot, version=0))
+
+
+# --- drawing -----------------------------------------------------------------------------------
+
+
+async def test_draw_takes_the_earliest_deadlines_first(build_replay):
+    replay = build_replay(max_staleness=3)
+    late = await fill(replay, 2, version=1)
+    early = await fill(replay, 2, version=0)
+    assert ids(await replay.draw(SOON_S)) == {slot.slot_id for slot in early}
+    assert ids(await replay.draw(SOON_S)) == {slot.slot_id for slot in late}
+
+
+async def test_draw_waits_for_a_full_step_and_names_the_slots(build_replay):
+    replay = build_replay()
+    await fill(replay, 1)
+    playing = (await replay.admit(1, v(0), SOON_S))[0]
+    with pytest.raises(WaitTimeout, match=f"1 are ready.*being played.*{playing.slot_id}"):
+        await replay.draw(SOON_S)
+
+
+async def test_draw_from_an_idle_buffer_says_that_nobody_plays(build_replay):
+    with pytest.raises(WaitTimeout, match="0 are ready and none is being played"):
+        await build_replay().draw(SOON_S)
+
+
+async def test_draw_wakes_when_the_step_is_full(build_replay):
+    replay = build_replay()
+    waiting = asyncio.create_task(replay.draw(AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    slots = await fill(replay, 2)
+    assert ids(await waiting) == {slot.slot_id for slot in slots}
+
+
+async def slow_slot_scene(replay: Replay) -> Slot:
+    """Learner at 1; one group from version 0 (deadline 1) is still played, two from 1 are ready."""
+    await fill(replay, 2)
+    slow = (await replay.admit(1, v(0), SOON_S))[0]
+    await train(replay)
+    await fill(replay, 2, version=1)
+    return slow
+
+
+async def test_slow_slot_is_waited_for_rather_than_overtaken_past_its_deadline(build_replay):
+    replay = build_replay()
+    slow = await slow_slot_scene(replay)
+    with pytest.raises(
+        WaitTimeout, match=f"1 group from version 0 .*must be in this step.*{slow.slot_id}"
+    ):
+        await replay.draw(SOON_S)
+    waiting = asyncio.create_task(replay.draw(AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    await replay.add(slow, build_group(slow))
+    assert slow.slot_id in ids(await waiting)
+
+
+async def test_slow_slot_no_longer_blocks_once_dropped(build_replay):
+    replay = build_replay()
+    slow = await slow_slot_scene(replay)
+    await replay.drop(slow, "retriever")
+    assert len((await replay.draw(SOON_S)).groups) == 2
+
+
+async def test_slow_slot_no_longer_blocks_once_expired(build_replay):
+    replay = build_replay(slot_timeout_s=0.3)
+    slow = await slow_slot_scene(replay)
+    started = time.monotonic()
+    assert slow.slot_id not in ids(await replay.draw(AMPLE_S))
+    assert time.monotonic() - started < 1.0
+
+
+async def test_slow_slot_is_overtaken_while_a_later_step_can_take_it(build_replay):
+    replay = build_replay()
+    await replay.admit(1, v(0), SOON_S)
+    await fill(replay, 2)
+    assert len((await replay.draw(SOON_S)).groups) == 2
+
+
+async def test_draws_with_leases_in_hand_are_for_the_versions_after(build_replay):
+    replay = build_replay()
+    await fill(replay, 4)
+    first, second = await replay.draw(SOON_S), await replay.draw(SOON_S)
+    assert (first.version, second.version) == (0, 1)
+    assert not ids(first) & ids(second)
+
+
+async def test_staleness_is_asserted_on_the_tokens_that_are_drawn(build_replay, monkeypatch):
+    for store in (memory_store, redis_store):
+        monkeypatch.setattr(store, "check_fills", lambda slot, group: None)
+    replay = build_replay(max_staleness=0)
+    await fill(replay, 2)
+    await train(replay)
+    for slot in await replay.admit(2, v(1), SOON_S):
+        await replay.add(slot, build_group(slot, version=0))  # tagged wrongly, past the first check
+    with pytest.raises(StalenessViolation, match="trained at 1: staleness 1 > max_staleness 0"):
+        await replay.draw(SOON_S)
+
+
+async def test_overdue_groups_are_dropped_and_counted_never_drawn(build_replay):
+    replay = build_replay()
+    await fill(replay, 2)
+    await replay.restore_version(v(2))
+    fresh = await fill(replay, 2, version=2)
+    assert ids(await replay.draw(SOON_S)) == {slot.slot_id for slot in fresh}
+    assert (await replay.stats()).dropped == {"overdue": 2}
+
+
+# --- leases ------------------------------------------------------------------------------------
+
+
+async def test_acknowledge_moves_the_version_and_forgets_the_bytes(build_replay):
+    replay = build_replay()
+    await fill(replay, 3)
+    before = (await replay.stats()).num_bytes
+    await train(replay)
+    stats = await replay.stats()
+    assert (stats.learner_version, stats.num_trained, stats.num_leased) == (1, 2, 0)
+    assert stats.num_bytes == before // 3
+    assert len(await replay.group_ids()) == 1
+
+
+async def test_acknowledge_is_idempotent(build_replay):
+    replay = build_replay()
+    await fill(replay, 2)
+    lease = await train(replay)
+    await replay.acknowledge(lease, v(1))
+    assert (await replay.stats()).num_trained == 2
+
+
+async def test_expired_lease_returns_its_groups_and_refuses_the_acknowledgement(build_replay):
+    replay = build_replay(lease_timeout_s=0.1)
+    slots = await fill(replay, 2)
+    lease = await replay.draw(SOON_S)
+    await asyncio.sleep(0.15)
+    with pytest.raises(LeaseExpired, match="lease_timeout_s"):
+        await replay.acknowledge(lease, v(1))
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.num_leased, stats.num_leases_expired) == (2, 0, 1)
+    assert ids(await replay.draw(SOON_S)) == {slot.slot_id for slot in slots}
+
+
+async def test_waiting_draw_wakes_when_a_lease_expires(build_replay):
+    replay = build_replay(lease_timeout_s=0.2)
+    await fill(replay, 2)
+    await replay.draw(SOON_S)
+    started = time.monotonic()
+    assert len((await replay.draw(AMPLE_S)).groups) == 2
+    assert time.monotonic() - started < 1.0
+
+
+async def test_release_hands_the_groups_back(build_replay):
+    replay = build_replay()
+    await fill(replay, 2)
+    lease = await replay.draw(SOON_S)
+    await replay.release(lease)
+    await replay.release(lease)
+    assert ids(await replay.draw(SOON_S)) == ids(lease)
+
+
+async def test_group_is_handed_out_max_draws_times_then_dropped(build_replay):
+    replay = build_replay(max_draws=2)
+    await fill(replay, 2)
+    for _ in range(2):
+        await replay.release(await replay.draw(SOON_S))
+    with pytest.raises(WaitTimeout):
+        await replay.draw(SOON_S)
+    stats = await replay.stats()
+    assert (stats.num_drawn, stats.num_ready, stats.dropped) == (4, 0, {"max-draws": 2})
+    assert stats.num_bytes == 0
+
+
+async def test_dropping_at_max_draws_makes_room_for_a_waiting_admission(build_replay):
+    replay = build_replay(max_draws=1)
+    await fill(replay, 4)
+    waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
+    await replay.release(await replay.draw(SOON_S))
+    await replay.draw(SOON_S)
+    assert len(await waiting) == 1
+
+
+# --- restore and stats -------------------------------------------------------------------------
+
+
+async def test_restore_returns_leases_and_drops_what_lost_versions_sampled(build_replay):
+    replay = build_replay(max_staleness=3)
+    kept = await fill(replay, 2, version=0)
+    lost = (await replay.admit(1, v(0), SOON_S))[0]
+    await replay.add(lost, build_group(lost, version=2))
+    await replay.draw(SOON_S)
+    assert await replay.restore_version(v(1)) == 1
+    stats = await replay.stats()
+    assert (stats.learner_version, stats.num_leased, stats.dropped) == (1, 0, {"lost-version": 1})
+    assert set(await replay.group_ids()) == {slot.slot_id for slot in kept}
+
+
+async def test_slot_held_across_a_restore_may_not_bring_lost_tokens(build_replay):
+    replay = build_replay(max_staleness=3)
+    slot, other = await replay.admit(2, v(0), SOON_S)
+    await replay.restore_version(v(1))
+    await replay.add(slot, build_group(slot, version=2))
+    await replay.add(other, build_group(other, version=1))
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.num_slots, stats.dropped) == (1, 0, {"lost-version": 1})
+
+
+async def test_stats_count_waiting_of_workers_and_of_the_learner(build_replay):
+    replay = build_replay()
+    await replay.admit(4, v(0), SOON_S)
+    for waiting in (replay.admit(1, v(0), 0.1), replay.draw(0.2)):
+        with pytest.raises(WaitTimeout):
+            await waiting
+    stats = await replay.stats()
+    assert 0.1 <= stats.wait_room_s < 0.19
+    assert 0.2 <= stats.wait_data_s < 0.4
+
+
+async def test_outstanding_counts_slots_buffered_and_leased_by_version(build_replay):
+    replay = build_replay(max_staleness=3)
+    await fill(replay, 3, version=0)
+    await replay.draw(SOON_S)
+    await replay.admit(2, v(1), SOON_S)
+    stats = await replay.stats()
+    assert stats.outstanding == {0: 3, 1: 2}
+    assert (stats.num_slots, stats.num_ready, stats.num_leased) == (2, 1, 2)

@@ -1,0 +1,137 @@
+"""Packing groups, refusing what cannot be trained, and splitting a batch."""
+
+import numpy as np
+import pytest
+
+from leeway.learner.batch import build_batch, collate, split
+from leeway.learner.metrics import data_metrics, staleness
+from leeway.learner.objective import PRESETS
+from leeway.replay.errors import DataError
+from leeway.replay.schema import Group, GroupId, Trajectory, Turn
+
+OBJECTIVE = PRESETS["so-grpo"]
+
+
+def trajectory(
+    name: str = "t",
+    sizes: tuple[tuple[int, int], ...] = ((2, 3), (1, 0)),
+    prompt: int = 4,
+    reward: float = 1.0,
+    version: int = 0,
+) -> Trajectory:
+    """Turns of (generated, observed) tokens behind a prompt; ids count up from 1."""
+    turns, position = [], prompt
+    for generated, observed in sizes:
+        turns.append(Turn(position, generated, observed, "search" if observed else "answer"))
+        position += generated + observed
+    num_trained = sum(generated for generated, _ in sizes)
+    return Trajectory(
+        trajectory_id=name,
+        token_ids=np.arange(1, position + 1, dtype=np.int32),
+        turns=tuple(turns),
+        logprobs=np.full(num_trained, -1.0, np.float32),
+        versions=np.full(num_trained, version, np.int32),
+        reward=reward,
+        stop_reason="answer",
+        scores={"exact_match": reward},
+        duration_s=1.0,
+    )
+
+
+def group(*trajectories: Trajectory, name: str = "g") -> Group:
+    return Group(group_id=GroupId(name), question_id="q", worker_id="w", trajectories=trajectories)
+
+
+def test_tokens_are_flat_and_turns_come_from_the_rollout() -> None:
+    # The second trajectory's turns are adjacent: no mask could tell them apart.
+    batch = build_batch(
+        [group(trajectory("a"), trajectory("b", ((1, 0), (2, 0)), reward=0.0))], OBJECTIVE
+    )
+    assert batch.tokens.segments.turn_of_T.tolist() == [0, 0, 1, 2, 3, 3]
+    assert batch.tokens.segments.trajectory_of_T.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.position_T.tolist() == [4, 5, 9, 4, 5, 6]
+    assert batch.tokens.a_T.tolist() == pytest.approx([0.70711] * 3 + [-0.70711] * 3, abs=1e-4)
+    assert batch.tokens.weight_T.tolist() == pytest.approx([1 / 6] * 6)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(DataError, match="empty"):
+        build_batch([], OBJECTIVE)
+
+
+def test_a_log_prob_that_is_not_finite_is_refused_naming_trajectory_and_turn() -> None:
+    bad = trajectory("a")
+    bad.logprobs[2] = np.nan
+    with pytest.raises(DataError, match="group g, trajectory a, turn 1: log-prob is nan"):
+        build_batch([group(bad)], OBJECTIVE)
+
+
+def test_a_reward_that_is_not_finite_is_refused_naming_the_trajectory() -> None:
+    with pytest.raises(DataError, match="trajectory a: reward is inf"):
+        build_batch([group(trajectory("a", reward=float("inf")))], OBJECTIVE)
+
+
+def test_turns_that_leave_a_gap_are_refused_naming_the_turn() -> None:
+    good = trajectory("a")
+    turns = (good.turns[0], Turn(10, 1, 0, "answer"))
+    bad = Trajectory(**{f: getattr(good, f) for f in good.__struct_fields__} | {"turns": turns})
+    with pytest.raises(DataError, match="trajectory a: turn 1 starts at 10"):
+        build_batch([group(bad)], OBJECTIVE)
+
+
+def test_a_turn_without_a_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="turn 0: no prompt"):
+        build_batch([group(trajectory("a", prompt=0))], OBJECTIVE)
+
+
+def test_groups_of_equal_rewards_are_counted() -> None:
+    groups = [
+        group(trajectory(), trajectory(), name="equal"),
+        group(trajectory(), trajectory(reward=0.0), name="mixed"),
+    ]
+    assert build_batch(groups, OBJECTIVE).num_zero_variance_groups == 1
+
+
+def test_staleness_is_learner_version_minus_oldest_trained_version() -> None:
+    first, second = trajectory("a", version=9), trajectory("b", version=9)
+    first.versions[1] = 8
+    batch = build_batch([group(first, second)], OBJECTIVE)
+    assert staleness(batch, 10).tolist() == [2, 1]
+    metrics = data_metrics(batch, 10)
+    assert (metrics.staleness_mean, metrics.staleness_max) == (1.5, 2)
+    assert metrics.staleness_histogram == {1: 1, 2: 1}
+
+
+def lengths(*wanted: int) -> Group:
+    """One trajectory per number, of which a forward pass reads that many tokens."""
+    return group(*(trajectory(f"t{n}", ((1, 0),), prompt=n) for n in wanted))
+
+
+def test_split_balances_ranks_and_keeps_the_budget() -> None:
+    batch = build_batch([lengths(4, 9, 5, 8)], OBJECTIVE)
+    assert split(batch, 10, num_ranks=2) == [[[1], [0]], [[3], [2]]]
+    assert split(batch, 16) == [[[1], [3, 2], [0]]]
+
+
+def test_every_rank_has_the_same_number_of_micro_batches() -> None:
+    batch = build_batch([lengths(9, 9, 9)], OBJECTIVE)
+    assert split(batch, 9, num_ranks=2) == [[[0], [2]], [[1], []]]
+
+
+def test_a_micro_batch_reads_nothing_behind_its_last_trained_token() -> None:
+    # 4 prompt, 2 generated, 3 observed, 1 generated, 7 observed: 9 tokens predict the last one.
+    batch = build_batch([group(trajectory("a", ((2, 3), (1, 7))))], OBJECTIVE)
+    micro_batch = collate(batch, [0])
+    assert micro_batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert micro_batch.predictor_S.tolist() == [3, 4, 8]
+    assert micro_batch.target_S.tolist() == [5, 6, 10]
+
+
+def test_a_micro_batch_of_wanted_tokens_is_cut_behind_the_last_one() -> None:
+    batch = build_batch([group(trajectory("a"), trajectory("b"))], OBJECTIVE)
+    wanted_T = np.array([False, True, False, True, False, False])
+    micro_batch = collate(batch, [0, 1], wanted_T)
+    assert micro_batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]
+    assert micro_batch.attention_mask_RL.tolist() == [[1] * 5, [1, 1, 1, 1, 0]]
+    assert micro_batch.token_S.tolist() == [1, 3]
+    assert micro_batch.predictor_S.tolist() == [4, 8]

@@ -1,0 +1,114 @@
+"""Checkpoints: exact resumption, and nothing half written."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leeway.learner import checkpoint
+from leeway.learner.batch import PackedBatch, build_batch
+from leeway.learner.config import LearnerConfig
+from leeway.learner.errors import CheckpointError
+from leeway.learner.model import load_model
+from leeway.learner.objective import resolve
+from leeway.learner.trainer import Trainer
+from leeway.replay.schema import Group, GroupId, Trajectory, Turn
+
+CONFIG = LearnerConfig(warmup_steps=3, learning_rate=1e-2)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The model that a run starts from."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    return tmp_path / "base"
+
+
+def batch(seed: int) -> PackedBatch:
+    rng = np.random.default_rng(seed)
+    trajectories = tuple(
+        Trajectory(
+            trajectory_id=str(i),
+            token_ids=rng.integers(0, 64, 9).astype(np.int32),
+            turns=(Turn(3, 2, 2, "search"), Turn(7, 2, 0, "answer")),
+            logprobs=np.full(4, -4.2, np.float32),
+            versions=np.zeros(4, np.int32),
+            reward=float(i % 2),
+            stop_reason="answer",
+            scores={},
+            duration_s=1.0,
+        )
+        for i in range(4)
+    )
+    group = Group(group_id=GroupId("g"), question_id="q", worker_id="w", trajectories=trajectories)
+    return build_batch([group], resolve(CONFIG))
+
+
+def train(trainer: Trainer, start: int, end: int) -> None:
+    for version in range(start, end):
+        trainer.train_step(batch(version), version)
+
+
+def save(trainer: Trainer, base: Path, version: int) -> checkpoint.Checkpoint:
+    return checkpoint.save(
+        base.parent / "checkpoints", trainer.model, trainer.optimizer, version, base, {"epoch": 1}
+    )
+
+
+def test_two_steps_and_a_resumption_and_two_steps_equal_four_steps(base: Path) -> None:
+    straight = Trainer(load_model(base), CONFIG)
+    train(straight, 0, 4)
+    first = Trainer(load_model(base), CONFIG)
+    train(first, 0, 2)
+    save(first, base, 2)
+
+    found = checkpoint.latest(base.parent / "checkpoints")
+    assert found is not None
+    second = Trainer(load_model(found.path), CONFIG)
+    restored = checkpoint.restore(found.path, second.optimizer)
+    assert (restored.version, restored.extra) == (2, {"epoch": 1})
+    train(second, restored.version, 4)
+    for resumed, expected in zip(second.parameters, straight.parameters, strict=True):
+        assert torch.equal(resumed, expected)
+
+
+def test_the_random_generator_goes_on_where_it_was(base: Path) -> None:
+    trainer = Trainer(load_model(base), CONFIG)
+    found = save(trainer, base, 1)
+    expected = torch.rand(3)
+    checkpoint.restore(found.path, trainer.optimizer)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_only_the_newest_two_are_kept_and_tokenizer_files_travel(base: Path) -> None:
+    trainer = Trainer(load_model(base), CONFIG)
+    for version in (1, 2, 10):
+        save(trainer, base, version)
+    kept = sorted(path.name for path in (base.parent / "checkpoints").iterdir())
+    assert kept == ["step-00000002", "step-00000010"]
+    found = checkpoint.latest(base.parent / "checkpoints")
+    assert found is not None and found.version == 10
+    assert (found.path / "tokenizer.json").read_text() == "{}"
+
+
+def test_an_unfinished_checkpoint_is_never_the_latest(base: Path) -> None:
+    directory = base.parent / "checkpoints"
+    assert checkpoint.latest(directory) is None
+    (directory / ".writing-step-00000003").mkdir(parents=True)
+    assert checkpoint.latest(directory) is None
+
+
+def test_a_damaged_state_is_refused_by_name(base: Path) -> None:
+    trainer = Trainer(load_model(base), CONFIG)
+    found = save(trainer, base, 1)
+    (found.path / "training.pt").write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        checkpoint.restore(found.path, trainer.optimizer)

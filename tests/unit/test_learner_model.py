@@ -1,0 +1,94 @@
+"""Log-probs without a T x V tensor equal the plain ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leeway.learner.batch import MicroBatch
+from leeway.learner.model import head_logprobs, load_model, logprobs
+from leeway.replay.errors import ConfigurationError
+
+
+def tiny(tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def two_rows() -> MicroBatch:
+    """Lengths 6 and 4; trained tokens are the last two of each."""
+    ids_RL = torch.tensor([[5, 9, 2, 7, 1, 3], [8, 4, 6, 2, 0, 0]])
+    mask_RL = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+    predictor_S, target_S = torch.tensor([4, 5, 8, 9]), torch.tensor([3, 11, 2, 12])
+    return MicroBatch(ids_RL, mask_RL, predictor_S, target_S, torch.arange(4))
+
+
+def plain(model: LlamaForCausalLM, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    logits = model(
+        input_ids=micro_batch.input_ids_RL, attention_mask=micro_batch.attention_mask_RL
+    ).logits.flatten(0, 1)[micro_batch.predictor_S]
+    log_p = logits.log_softmax(-1)
+    lp_S = log_p.gather(-1, micro_batch.target_S[:, None]).squeeze(-1)
+    return lp_S, -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_log_probs_and_their_gradient_equal_the_masked_plain_path(tied: bool) -> None:
+    model, micro_batch = tiny(tied).double(), two_rows()
+    coefficient_S = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+
+    def run(compute):
+        model.zero_grad()
+        lp_S, entropy_S = compute(model, micro_batch)
+        (coefficient_S * lp_S).sum().backward()
+        return lp_S.detach(), entropy_S.detach(), [p.grad.clone() for p in model.parameters()]
+
+    torch.testing.assert_close(run(logprobs), run(plain), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+def test_chunks_of_the_head_do_not_change_values_or_gradients(chunk_tokens: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
+    target_S = torch.randint(11, (7,))
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: head_logprobs(h, w, b, target_S, chunk_tokens)[0], (hidden, weight, bias)
+    )
+    lp_S, _ = head_logprobs(hidden, weight, bias, target_S, chunk_tokens)
+    plain_SV = (hidden @ weight.T + bias).log_softmax(-1)
+    torch.testing.assert_close(lp_S, plain_SV[torch.arange(7), target_S])
+
+
+def test_entropy_carries_no_gradient() -> None:
+    assert not logprobs(tiny(), two_rows())[1].requires_grad
+
+
+def test_bfloat16_stays_near_float32_and_gradients_are_float32() -> None:
+    model, micro_batch = tiny(), two_rows()
+    lp_S, _ = logprobs(model, micro_batch, "bfloat16")
+    lp_S.sum().backward()
+    assert lp_S.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    torch.testing.assert_close(lp_S, logprobs(model, micro_batch)[0], rtol=0.05, atol=0.05)
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
+    model = tiny()
+    model.config.final_logit_softcapping = 30.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="final_logit_softcapping"):
+        load_model(tmp_path)

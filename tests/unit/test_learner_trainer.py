@@ -1,0 +1,244 @@
+"""The optimizer step: the same gradient for every split, the order of its parts, and its refusals."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leeway.learner.batch import PackedBatch, build_batch
+from leeway.learner.config import LearnerConfig
+from leeway.learner.errors import NonFiniteError
+from leeway.learner.objective import PRESETS, resolve
+from leeway.learner.trainer import Trainer
+from leeway.learner.world import World
+from leeway.replay.schema import Group, GroupId, Trajectory, Turn
+
+V = 64
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def random_trajectory(rng: np.random.Generator, name: str) -> Trajectory:
+    turns, position = [], int(rng.integers(2, 6))
+    for _ in range(int(rng.integers(1, 4))):
+        generated, observed = int(rng.integers(1, 4)), int(rng.integers(0, 4))
+        turns.append(Turn(position, generated, observed, "search"))
+        position += generated + observed
+    num_trained = sum(turn.num_generated for turn in turns)
+    return Trajectory(
+        trajectory_id=name,
+        token_ids=rng.integers(0, V, position).astype(np.int32),
+        turns=tuple(turns),
+        # Around log(1/64): a spread of 0.5 puts a good share of turns outside 1 +- 0.2.
+        logprobs=(-np.log(V) + 0.5 * rng.standard_normal(num_trained)).astype(np.float32),
+        versions=np.zeros(num_trained, np.int32),
+        reward=float(rng.integers(0, 2)),
+        stop_reason="answer",
+        scores={"exact_match": 0.5},
+        duration_s=1.0,
+    )
+
+
+def random_batch(config: LearnerConfig, num_groups: int = 3) -> PackedBatch:
+    rng = np.random.default_rng(3)
+    groups = [
+        Group(
+            group_id=GroupId(f"g{g}"),
+            question_id="q",
+            worker_id="w",
+            trajectories=tuple(random_trajectory(rng, f"g{g}/{i}") for i in range(4)),
+        )
+        for g in range(num_groups)
+    ]
+    return build_batch(groups, resolve(config))
+
+
+def configure(objective: str = "so-grpo", tokens: int = 4096, **more: float) -> LearnerConfig:
+    # Below the 256 that a configuration allows, so that a tiny batch makes many micro-batches.
+    return LearnerConfig(objective=objective, warmup_steps=0).model_copy(
+        update={"micro_batch_tokens": tokens, **more}
+    )
+
+
+def observed_step(config: LearnerConfig, world: World | None = None) -> dict[str, torch.Tensor]:
+    """Applied gradient, loss and ||C|| of one step in float64."""
+    trainer = Trainer(tiny().double(), config, world)
+    seen: list[torch.Tensor] = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in trainer.parameters]))  # type: ignore[union-attr]
+    )
+    metrics = trainer.train_step(random_batch(config), version=0)
+    numbers = [metrics.loss, metrics.ctn_norm, metrics.grad_norm, metrics.policy.kl_behaviour]
+    return {"gradient": seen[0], "numbers": torch.tensor(numbers, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_micro_batches_do_not_change_gradient_loss_or_ctn_norm(name: str) -> None:
+    more = {"ctn_raw": True}
+    whole, split = (
+        observed_step(configure(name, **more)),
+        observed_step(configure(name, 12, **more)),
+    )
+    torch.testing.assert_close(split, whole, rtol=1e-6, atol=1e-9)
+
+
+def test_the_random_batch_has_clipped_tokens_so_that_the_ctn_tests_mean_something() -> None:
+    config = configure()
+    metrics = Trainer(tiny(), config).train_step(random_batch(config), 0)
+    assert 0 < metrics.policy.clip_fraction_tokens < 1
+    assert metrics.ctn_norm > 0
+
+
+@pytest.mark.parametrize("name", ["so-grpo", "so-grpo-penalty"])
+def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    peers = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }  # fmt: skip
+        command = [sys.executable, __file__, name, str(tmp_path / f"{rank}.pt")]
+        peers.append(subprocess.Popen(command, env=environment))
+    assert [peer.wait(timeout=90) for peer in peers] == [0, 0]
+    one = observed_step(configure(name, 12))
+    for rank in range(2):
+        two = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
+
+
+def test_ctn_norm_is_the_norm_of_the_clipped_part_of_the_gradient() -> None:
+    config = configure()
+    batch, trainer = random_batch(config), Trainer(tiny().double(), config)
+    lp_T, _ = trainer.measure(batch)
+    mean_K = [
+        (lp_T - batch.tokens.old_T)[batch.tokens.segments.turn_of_T == k].mean()
+        for k in range(batch.tokens.segments.num_turns)
+    ]
+    w_T = torch.stack(mean_K).exp()[batch.tokens.segments.turn_of_T]
+    a_T = batch.tokens.a_T
+    clipped_T = ((a_T > 0) & (w_T > 1.2)) | ((a_T < 0) & (w_T < 0.8))
+    model = trainer.model
+    total = torch.zeros((), dtype=torch.float64)
+    for token in clipped_T.nonzero().squeeze(-1).tolist():
+        b = int(batch.tokens.segments.trajectory_of_T[token])
+        ids, position = batch.trajectories[b].token_ids, int(batch.position_T[token])
+        logits = model(input_ids=torch.from_numpy(ids[:position].astype(np.int64))[None]).logits
+        lp = logits[0, -1].log_softmax(-1)[int(ids[position])]
+        total = total + batch.tokens.weight_T[token] * w_T[token] * a_T[token] * lp
+    gradients = torch.autograd.grad(total, list(model.parameters()))
+    expected = torch.cat([g.flatten() for g in gradients]).norm().item()
+    assert trainer.train_step(batch, 0).ctn_norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_gradient_is_bounded_before_it_is_divided() -> None:
+    config = configure(max_grad_norm=1e-3, ctn_c=1e-2)
+    metrics = Trainer(tiny(), config).train_step(random_batch(config), 0)
+    assert metrics.grad_norm > 1e-3
+    assert metrics.ctn_divisor == pytest.approx(metrics.ctn_norm / 1e-2)
+    assert metrics.ctn_divisor > 1
+    assert metrics.grad_norm_applied == pytest.approx(1e-3 / metrics.ctn_divisor)
+
+
+def test_a_network_that_yields_nan_is_refused_and_keeps_its_weights() -> None:
+    config = configure()
+    trainer = Trainer(tiny(), config)
+    with torch.no_grad():
+        trainer.parameters[0][5] = torch.nan
+    before = [p.clone() for p in trainer.parameters]
+    with pytest.raises(NonFiniteError, match=r"trajectory g0/\d, turn \d: log-prob is nan"):
+        trainer.train_step(random_batch(config), 0)
+    torch.testing.assert_close(trainer.parameters, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_warm_up_rises_linearly() -> None:
+    trainer = Trainer(tiny(), LearnerConfig(learning_rate=1e-4, warmup_steps=2))
+    assert [trainer.learning_rate(v) for v in range(3)] == [5e-5, 1e-4, 1e-4]
+
+
+def test_on_policy_data_has_ratio_one_and_no_clip() -> None:
+    config = configure("grpo")
+    batch, trainer = random_batch(config), Trainer(tiny(), config)
+    lp_T, _ = trainer.measure(batch)
+    batch.tokens.old_T.copy_(lp_T)
+    policy = trainer.train_step(batch, 0).policy
+    assert policy.clip_fraction_tokens == 0
+    assert policy.kl_behaviour == pytest.approx(0, abs=1e-6)
+    assert policy.effective_sample_size == pytest.approx(1, abs=1e-6)
+    assert policy.gap_max is not None and policy.gap_max < 1e-5
+
+
+def test_a_batch_of_equal_rewards_trains_nothing_but_is_measured() -> None:
+    config = configure("grpo")
+    batch = random_batch(config)
+    batch.advantage_B.zero_()
+    batch.tokens.a_T.zero_()
+    metrics = Trainer(tiny(), config).train_step(batch, 0)
+    assert metrics.grad_norm == 0
+    assert metrics.policy.entropy == pytest.approx(np.log(V), rel=0.01)
+
+
+def test_flat_metrics_carry_scores_and_the_staleness_histogram() -> None:
+    config = configure()
+    flat = Trainer(tiny(), config).train_step(random_batch(config), 2).as_dict()
+    assert flat["score/exact_match"] == 0.5
+    assert flat["staleness_histogram/2"] == 12
+    assert flat["version"] == 3
+    assert all(isinstance(value, (int, float)) for value in flat.values())
+
+
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "so-grpo"])
+def test_the_rewarded_action_becomes_more_probable(name: str) -> None:
+    def episode(action: int) -> Trajectory:
+        return Trajectory(
+            trajectory_id=str(action),
+            token_ids=np.array([1, 2, action], np.int32),
+            turns=(Turn(2, 1, 0, "answer"),),
+            logprobs=np.array([-np.log(V)], np.float32),
+            versions=np.zeros(1, np.int32),
+            reward=float(action == 7),
+            stop_reason="answer",
+            scores={},
+            duration_s=1.0,
+        )
+
+    group = Group(
+        group_id=GroupId("g"),
+        question_id="q",
+        worker_id="w",
+        trajectories=tuple(episode(action) for action in (7, 8, 9, 7)),
+    )
+    config = configure(name, learning_rate=1e-2)
+    batch, trainer = build_batch([group], resolve(config)), Trainer(tiny(), config)
+    before = trainer.measure(batch)[0].exp()
+    for version in range(3):
+        trainer.train_step(batch, version)
+    after = trainer.measure(batch)[0].exp()
+    assert (after > before).tolist() == [True, False, False, True]
+
+
+if __name__ == "__main__":
+    objective, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    joined = World.from_environment(timeout_s=60, device="cpu")
+    torch.save(observed_step(configure(objective, 12), joined), out)
+    joined.close()

@@ -1,0 +1,154 @@
+"""Clip, reduce, advantage, ctn and presets against hand-computed numbers."""
+
+import math
+
+import pytest
+import torch
+
+from leeway.learner.config import LearnerConfig
+from leeway.learner.objective import PRESETS, BatchTerms, Tokens, loss, resolve
+from leeway.learner.objective import clip as clips
+from leeway.learner.objective.advantage import Advantage, advantage, has_equal_rewards
+from leeway.learner.objective.ctn import bias_coefficient, ctn_divisor, ctn_penalty
+from leeway.learner.objective.ratio import Segments
+from leeway.learner.objective.reduce import Reduce, reduce_weight
+from leeway.replay.errors import ConfigurationError
+
+TWO_TRAJECTORIES = Segments(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 1, 1]), 3, 2)
+"""Turns of [[1 token], [2 tokens, 1 token]]."""
+
+
+def test_clip_mask_follows_the_sign_of_the_advantage() -> None:
+    w_T = torch.tensor([1.3, 1.3, 0.7, 0.7, 1.1, 1.3])
+    a_T = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    clipped_T = clips.clipped_tokens(w_T, a_T, 0.2, 0.2)
+    assert clipped_T.tolist() == [True, False, False, True, False, False]
+
+
+def test_clipped_surrogate_by_hand() -> None:
+    w_T, a_T = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.1]), torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0])
+    term_T = clips.clipped_surrogate(w_T, a_T, 0.2, 0.3)
+    assert term_T.tolist() == pytest.approx([1.3, 0.5, -1.5, -0.8, 2.2])
+
+
+def test_dual_clip_bounds_what_a_negative_advantage_costs() -> None:
+    term_T = clips.clipped_surrogate(
+        torch.tensor([5.0, 5.0]), torch.tensor([-1.0, 1.0]), 0.2, 0.2, 3
+    )
+    assert term_T.tolist() == pytest.approx([-3.0, 1.2])
+
+
+def test_clipped_tokens_have_no_gradient_and_the_others_have_w_times_a() -> None:
+    w_T = torch.tensor([1.5, 0.5, 1.1], requires_grad=True)
+    clips.clipped_surrogate(w_T, torch.tensor([1.0, -1.0, 2.0]), 0.2, 0.2).sum().backward()
+    assert w_T.grad is not None and w_T.grad.tolist() == [0.0, 0.0, 2.0]
+
+
+def test_weights_of_the_detached_surrogates_by_hand() -> None:
+    w_T, a_T = torch.tensor([3.0, 0.5, 3.0]), torch.tensor([1.0, -1.0, -1.0])
+    assert clips.truncated_weight(w_T, 2.0).tolist() == [2.0, 0.5, 2.0]
+    assert clips.cispo_weight(w_T, 0.2, 0.4).tolist() == pytest.approx([1.4, 0.8, 1.4])
+    assert clips.topr_weight(w_T, a_T).tolist() == [1.0, 0.5, 1.0]
+    expected = [9 * math.exp(-6), 0.125 * math.exp(1), 27 * math.exp(-4)]
+    assert clips.vespo_weight(w_T, a_T).tolist() == pytest.approx(expected)
+
+
+def test_second_moment_mask_drops_the_largest_until_the_mean_square_fits() -> None:
+    # Candidates 0.1, 0.2, 0.5 (A > 0 and d > 0); -3 moves back towards the sampler.
+    d_T, a_T = torch.tensor([0.5, 0.1, -3.0, 0.2]), torch.ones(4)
+    assert clips.second_moment_mask(d_T, a_T, 0.04).tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token", [1 / 4] * 4),
+        ("trajectory", [1 / 2, 1 / 6, 1 / 6, 1 / 6]),
+        ("turn", [1 / 2, 1 / 8, 1 / 8, 1 / 4]),
+    ],
+)
+def test_reduce_weights_by_hand(kind: Reduce, expected: list[float]) -> None:
+    assert reduce_weight(kind, TWO_TRAJECTORIES).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("group", [1.1547, -0.5774, -0.5774]),
+        ("group-turn", [1.1547, -0.5774, -0.5774]),
+        ("group-unscaled", [2 / 3, -1 / 3, -1 / 3]),
+        ("leave-one-out", [1.0, -0.5, -0.5]),
+        ("batch", [0.55, -0.45, -0.45]),
+    ],
+)
+def test_advantages_by_hand(kind: Advantage, expected: list[float]) -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.8], dtype=torch.float64)
+    a_B = advantage(kind, rewards, torch.tensor([0, 0, 0, 1]), 2)
+    assert a_B[:3].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_group_of_equal_rewards_has_exactly_zero_advantage() -> None:
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.7], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 0, 1])
+    assert has_equal_rewards(rewards, groups, 2).tolist() == [True, True]
+    for kind in ("group", "group-unscaled", "leave-one-out"):
+        assert advantage(kind, rewards, groups, 2).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("norm", "c", "raw", "expected"),
+    [
+        (0, 1, True, 1),
+        (4, 1, False, 4),
+        (0.25, 1, False, 1),
+        (0.25, 1, True, 0.25),
+        (4, 2, False, 2),
+    ],
+)
+def test_ctn_divisor_by_hand(norm: float, c: float, raw: bool, expected: float) -> None:
+    assert ctn_divisor(norm, c, raw) == expected
+
+
+def test_ctn_coefficient_is_weight_times_ratio_times_advantage_where_clipped() -> None:
+    coefficient_T = bias_coefficient(
+        torch.tensor([1.5, 1.1]), torch.tensor([2.0, 2.0]), torch.tensor([0.5, 0.5]),
+        torch.tensor([True, False]),
+    )  # fmt: skip
+    assert coefficient_T.tolist() == [1.5, 0.0]
+
+
+def test_ctn_penalty_by_hand() -> None:
+    penalty = ctn_penalty(torch.tensor([0.1, 0.3]), torch.tensor([0.5, 0.5]), 0.25, 2.0)
+    assert penalty.item() == pytest.approx(0.1)
+
+
+def test_the_penalty_is_added_to_the_loss() -> None:
+    lp_T, old_T = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.1, -1.1, -1.1, -1.1])
+    tokens = Tokens(old_T, torch.zeros(4), torch.full((4,), 0.25), TWO_TRAJECTORIES)
+    terms = BatchTerms(0.5, torch.zeros(4, dtype=torch.bool))
+    total = loss(PRESETS["so-grpo-penalty"], lp_T, tokens, terms)
+    assert total.item() == pytest.approx(0.5 * 0.0048374, rel=1e-3)
+
+
+def test_so_grpo_loss_by_hand() -> None:
+    # Turn ratios exp(0.1), exp(0.3) (clipped to 1.2), exp(-0.1); A = 1; weights 1/2, 1/6, 1/6, 1/6.
+    d_T = torch.tensor([0.1, 0.2, 0.4, -0.1])
+    s = TWO_TRAJECTORIES
+    tokens = Tokens(torch.zeros(4), torch.ones(4), reduce_weight("trajectory", s), s)
+    expected = -(math.exp(0.1) / 2 + 1.2 / 3 + math.exp(-0.1) / 6)
+    assert loss(PRESETS["so-grpo"], d_T, tokens).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_unknown_objective_is_refused_with_the_names_that_exist() -> None:
+    with pytest.raises(ConfigurationError, match=r"'ppo'.*so-grpo.*need a critic"):
+        resolve(LearnerConfig(objective="ppo"))
+
+
+def test_a_clip_distance_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="eps_high does nothing under rloo"):
+        resolve(LearnerConfig(objective="rloo", eps_high=0.3))
+
+
+def test_configured_clip_distances_replace_the_preset_s() -> None:
+    objective = resolve(LearnerConfig(objective="gspo", eps_high=0.01, ctn_c=3))
+    assert (objective.eps_low, objective.eps_high, objective.ctn_c) == (3e-4, 0.01, 3)
