@@ -26,22 +26,24 @@ from leeway.actors.config import (
     PolicyConfig,
     RolloutConfig,
     SearchConfig,
+    corpus_file,
     held_out_file,
     train_file,
-    corpus_file,
 )
-from leeway.actors.failures import EngineError
+from leeway.actors.failures import EngineError, RetrievalError
 from leeway.actors.membership import Membership
 from leeway.actors.policy import Completion, CompletionRequest
+from leeway.actors.rollout import Limits
 from leeway.actors.search.documents import load_documents
 from leeway.actors.search.environment import SearchEnvironment
 from leeway.actors.search.index import Bm25Index
-from leeway.actors.search.questions import QuestionStream, load_questions
-from leeway.actors.search.retriever import HttpRetriever, LocalRetriever, Passage, RetrievalError, Retriever
+from leeway.actors.search.questions import QuestionStream, StreamState, load_questions
+from leeway.actors.search.retriever import HttpRetriever, LocalRetriever, Passage, Retriever
 from leeway.actors.tokens import Tokens
 from leeway.actors.worker import RolloutWorker
-from leeway.replay.board import PolicyBoard
+from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.config import ReplayConfig
+from leeway.replay.errors import WaitTimeout
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
 
@@ -49,6 +51,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 120.0
 """A turn is retried on other replicas for this long: an engine takes up to 50 s to start again."""
+SNAPSHOT_S = 1.0
+"""Seconds between two looks at the phase, and between two snapshots on the run board."""
 
 
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +83,10 @@ class PolicyServer:
         self._membership = Membership(
             self._board, self._policy, self.engine_id, os.uname().nodename
         )
-        self._task = asyncio.create_task(self._membership.run())
         self._num_tokens = 0
+        self._run_board = RunBoard(spec.redis_url, spec.run)
+        self._task = asyncio.create_task(self._membership.run())
+        self._snapshots = asyncio.create_task(self._put_snapshots())
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See Policy.complete."""
@@ -92,17 +98,22 @@ class PolicyServer:
         """See Policy.version."""
         return await self._policy.version()
 
-    async def snapshot(self) -> dict[str, dict[str, Any]]:
-        """Engine id -> version, tokens so far and the last publish, for the status."""
-        last = self._membership.last
-        return {
-            self.engine_id: {
-                "version": await self._policy.version(),
-                "num_tokens": self._num_tokens,
-                "pause_ms": last.pause_s * 1e3 if last else None,
-                "transfer_ms": last.transfer_s * 1e3 if last else None,
-            }
-        }
+    async def _put_snapshots(self) -> None:
+        """Version, speed and the last publish, on the run board every second."""
+        before, began = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(SNAPSHOT_S)
+            now, last = time.monotonic(), self._membership.last
+            await self._run_board.put(
+                f"policy:{self.engine_id}",
+                {
+                    "version": await self._policy.version(),
+                    "tokens_per_s": (self._num_tokens - before) / (now - began),
+                    "pause_ms": last.pause_s * 1e3 if last else None,
+                    "transfer_ms": last.transfer_s * 1e3 if last else None,
+                },
+            )
+            before, began = self._num_tokens, now
 
     async def check_health(self) -> None:
         """Serve restarts the replica when this raises: engine dead, weights wrong, or board task over."""
@@ -115,9 +126,11 @@ class PolicyServer:
 
     async def __del__(self) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        self._snapshots.cancel()
+        await asyncio.gather(self._task, self._snapshots, return_exceptions=True)
         await self._policy.close()
         await self._board.close()
+        await self._run_board.close()
 
 
 async def start_policy(spec: ActorSpec) -> Any:
@@ -126,7 +139,9 @@ async def start_policy(spec: ActorSpec) -> Any:
     if spec.policy.backend == "vllm":
         from leeway.actors.vllm_policy import VllmPolicy
 
-        return await VllmPolicy.start(Path(spec.model), spec.policy, seed=spec.seed, version=version)
+        return await VllmPolicy.start(
+            Path(spec.model), spec.policy, seed=spec.seed, version=version
+        )
     from leeway.actors.torch_policy import TorchPolicy
 
     return await TorchPolicy.start(Path(spec.model), spec.policy, seed=spec.seed, version=version)
@@ -137,8 +152,7 @@ class RetrieverServer:
     """BM25 over the corpus, in a replica of its own."""
 
     def __init__(self, spec: ActorSpec) -> None:
-        documents = load_documents(corpus_file(spec.search))
-        self._retriever = LocalRetriever(Bm25Index(documents))
+        self._retriever = LocalRetriever(Bm25Index(load_documents(corpus_file(spec.search))))
 
     async def search(self, query: str, top_k: int) -> list[Passage]:
         """See Retriever.search."""
@@ -147,63 +161,110 @@ class RetrieverServer:
 
 @serve.deployment(max_ongoing_requests=64, health_check_period_s=5)
 class RolloutServer:
-    """One rollout worker. It plays from `start` to `stop`; evaluation is asked for by call."""
+    """One rollout worker. It plays while the run's phase is `training`; evaluation is asked for by call."""
 
     async def __init__(
         self, spec: ActorSpec, policy: DeploymentHandle, retriever: DeploymentHandle | None
     ) -> None:
         logging.basicConfig(level=logging.INFO)
-        self.worker_id = f"worker-{os.getpid()}"
+        self._place = serve.get_replica_context().rank.rank
+        self.worker_id = f"worker-{self._place}"
         self._spec = spec
         self._replay = RedisReplay(spec.redis_url, spec.run, spec.replay)
-        self._board = PolicyBoard(spec.redis_url, spec.run)
-        if spec.search.retriever_url:
-            self._retriever: Retriever = HttpRetriever(
-                spec.search.retriever_url, timeout_s=spec.search.retriever_timeout_s
-            )
-        else:
-            assert retriever is not None
-            self._retriever = HandleRetriever(retriever)
-        self._worker = RolloutWorker(
+        self._policies = PolicyBoard(spec.redis_url, spec.run)
+        self._board = RunBoard(spec.redis_url, spec.run)
+        self._retriever = build_retriever(spec.search, retriever)
+        self._worker = await self._build_worker(HandlePolicy(policy))
+        self._playing: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._follow_phase())
+
+    async def _build_worker(self, policy: HandlePolicy) -> RolloutWorker:
+        spec = self._spec
+        questions = QuestionStream(
+            load_questions(train_file(spec.data)),
+            seed=spec.data.seed,
+            worker=self._place,
+            num_workers=spec.rollout.num_workers,
+        )
+        saved = (await self._board.get_all()).get(self._section, {}).get("position")
+        if saved is not None:
+            questions.restore(msgspec.convert(saved, StreamState))
+        return RolloutWorker(
             worker_id=self.worker_id,
             replay=self._replay,
-            policy=HandlePolicy(policy),
+            policy=policy,
             environment=SearchEnvironment(
-                spec.search, self._retriever, format_penalty=spec.rollout.format_penalty
+                spec.search, spec.rollout.format_penalty, self._retriever
             ),
             tokens=Tokens.load(Path(spec.model)),
-            questions=QuestionStream(load_questions(train_file(spec.data)), seed=spec.data.seed),
-            rollout=spec.rollout,
-            search=spec.search,
-            max_model_len=spec.policy.max_model_len,
-            oldest_version=self._board.oldest_version,
+            questions=questions,
+            config=spec.rollout,
+            limits=Limits.of(spec.search, spec.policy),
+            oldest_version=self._oldest_version,
         )
-        self._task: asyncio.Task[None] | None = None
 
-    async def start(self, question_state: dict[str, Any] | None = None) -> None:
-        """Begin to play training questions, from a saved position if there is one."""
-        if question_state is not None:
-            self._worker.questions.restore(question_state)
-        if self._task is None:
-            self._task = asyncio.create_task(self._worker.run())
+    @property
+    def _section(self) -> str:
+        return f"rollout:{self.worker_id}"
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop admitting; groups in flight get `grace_s` seconds, then their slots are handed back."""
-        await self._worker.stop(grace_s)
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+    async def _oldest_version(self) -> PolicyVersion:
+        version = await self._policies.oldest_version()
+        if version is None:
+            await asyncio.sleep(SNAPSHOT_S)
+            raise WaitTimeout("no engine is on the policy board; one may be starting again")
+        return version
+
+    async def _follow_phase(self) -> None:
+        """Play while the phase is `training`, and put the counters on the board."""
+        while True:
+            is_training = await self._board.phase() == "training"
+            if is_training and self._playing is None:
+                self._playing = asyncio.create_task(self._worker.run())
+            elif not is_training and self._playing is not None:
+                await self._stop_playing()
+            if self._playing is not None and self._playing.done():
+                await self._board.append_event("rollout", f"{self.worker_id} ended")
+                self._playing.result()
+            await self._board.put(self._section, msgspec.to_builtins(self._worker.snapshot()))
+            await asyncio.sleep(SNAPSHOT_S)
+
+    async def _stop_playing(self) -> None:
+        assert self._playing is not None
+        await self._worker.stop(grace_s=0.0)
+        await asyncio.gather(self._playing, return_exceptions=True)
+        self._playing = None
 
     async def evaluate(self, num_questions: int) -> dict[str, Any]:
         """Held-out questions, greedy; see RolloutWorker.evaluate."""
         questions = load_questions(held_out_file(self._spec.data))[:num_questions]
-        return msgspec.to_builtins(await self._worker.evaluate(questions))
+        return msgspec.to_builtins(
+            await self._worker.evaluate(
+                questions, max_concurrency=self._spec.policy.max_num_seqs, num_samples=12
+            ),
+            str_keys=True,
+        )
 
-    async def snapshot(self) -> dict[str, dict[str, Any]]:
-        """Worker id -> counters; raises what ended the worker if it ended by itself."""
-        if self._task is not None and self._task.done() and not self._worker.stopping:
+    async def check_health(self) -> None:
+        """Raises what ended the worker; Serve then starts another."""
+        if self._task.done():
             self._task.result()
-        return {self.worker_id: self._worker.snapshot()}
+
+    async def __del__(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._playing is not None:
+            await self._stop_playing()
+        await self._board.put(self._section, msgspec.to_builtins(self._worker.snapshot()))
+        for client in (self._replay, self._policies, self._board, self._retriever):
+            await client.close()
+
+
+def build_retriever(search: SearchConfig, handle: DeploymentHandle | None) -> Retriever:
+    """The outside server where `search.retriever_url` names one, else the retriever application."""
+    if search.retriever_url:
+        return HttpRetriever(search.retriever_url, timeout_s=search.retriever_timeout_s)
+    assert handle is not None, "deploy starts the retriever application"
+    return HandleRetriever(handle)
 
 
 _retried = retry(
@@ -255,6 +316,9 @@ class HandleRetriever:
     @_retried
     async def _search(self, query: str, top_k: int) -> list[Passage]:
         return await self._handle.search.remote(query, top_k)
+
+    async def close(self) -> None:
+        """The index belongs to its own application; nothing to do."""
 
 
 def _cause(error: BaseException) -> str:

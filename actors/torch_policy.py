@@ -184,9 +184,7 @@ class TorchPolicy:
         if not rows:
             return
         ids_BL, mask_BL = _left_pad([row.request.prompt_ids for row in rows], self._device)
-        temperature_B = torch.tensor(
-            [row.request.temperature for row in rows], device=self._device
-        )
+        temperature_B = torch.tensor([row.request.temperature for row in rows], device=self._device)
         cache = None
         active = list(range(len(rows)))
         while active:
@@ -237,12 +235,8 @@ class TorchPolicy:
         return True
 
 
-def _left_pad(
-    prompts: list[list[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _left_pad(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     length = max(len(prompt) for prompt in prompts)
     ids = [[0] * (length - len(p)) + p for p in prompts]
     mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-

@@ -45,7 +45,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
-from leeway.actors.weight_receiver import Committed, StagingArea, Rendezvous
+from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ChecksumMismatch, TransferError
 from leeway.replay.schema import PolicyVersion

@@ -33,8 +33,8 @@ from leeway.actors.rollout import Limits, check_limits, play
 from leeway.actors.search.questions import QuestionStream
 from leeway.actors.tokens import Tokens
 from leeway.replay.errors import DataError, SlotExpired, StoreError, StoreUnavailable, WaitTimeout
-from leeway.replay.schema import GroupId, PolicyVersion, Trajectory
-from leeway.replay.store import Replay, Slot
+from leeway.replay.schema import GroupId, Trajectory
+from leeway.replay.store import Replay, Slot, VersionSource
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,6 @@ ADMIT_POLL_S: Final = 1.0
 """Longest single wait for a slot; stop() is noticed in between."""
 DROP_TIMEOUT_S: Final = 5.0
 """Seconds a cancelled group may take to hand its slot back."""
-
-OldestVersion = Callable[[], Awaitable[PolicyVersion]]
-"""The oldest version any live engine may still sample from."""
 
 T = TypeVar("T")
 
@@ -63,7 +60,7 @@ class RolloutWorker:
         questions: QuestionStream,
         config: RolloutConfig,
         limits: Limits,
-        oldest_version: OldestVersion,
+        oldest_version: VersionSource,
         store_timeout_s: float = 60.0,
     ) -> None:
         check_limits(limits, environment, tokens)
@@ -87,8 +84,9 @@ class RolloutWorker:
         self._grace_s = 0.0
 
     async def run(self) -> None:
-        """Until stop() is called. Raises what ended it: FailureBudgetExceeded, StoreUnavailable
-        after its deadline, or whatever a group raised that is no EpisodeFailure.
+        """Until stop() is called; may be run again after it. Raises what ended it:
+        FailureBudgetExceeded, StoreUnavailable after its deadline, or whatever a group raised that
+        is no EpisodeFailure.
         """
         self._ended.clear()
         try:
@@ -100,6 +98,7 @@ class RolloutWorker:
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from failures
         finally:
+            self._is_stopping = False
             self._ended.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
@@ -144,13 +143,11 @@ class RolloutWorker:
     async def _admit(self) -> list[Slot]:
         num_free = self._config.max_groups_in_flight - len(self._groups)
 
-        async def admit() -> list[Slot]:
-            version = await self._oldest_version()
-            return await self._replay.admit(num_free, version, ADMIT_POLL_S)
-
         self._counters.waiting.start()
         try:
-            slots = await self._ask_store(admit)
+            slots = await self._ask_store(
+                lambda: self._replay.admit(num_free, self._oldest_version, ADMIT_POLL_S)
+            )
         except WaitTimeout as refusal:
             self._counters.last_refusal = str(refusal)
             return []
@@ -261,4 +258,7 @@ class RolloutWorker:
             retry=tenacity.retry_if_exception_type(StoreUnavailable),
             reraise=True,
         )
-        return await retrying(call)
+        async for attempt in retrying:
+            with attempt:
+                return await call()
+        raise AssertionError("tenacity ends a retry by returning or raising")

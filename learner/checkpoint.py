@@ -101,7 +101,7 @@ def restore(path: Path, optimizer: Optimizer) -> Restored:
     """
     try:
         state = torch.load(path / _STATE_FILE, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # a damaged file can make torch.load raise anything
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])

@@ -21,19 +21,27 @@ class LearnerConfig(FrozenModel):
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this norm before clipping-triggered normalization divides it."""
+    """The gradient is scaled down to this norm before clipping-triggered normalization."""
     num_steps: int = Field(default=60, ge=1)
     """Optimizer steps of the run; step v makes policy version v."""
     micro_batch_tokens: int = Field(default=16384, ge=256)
     """Padded tokens of one forward pass."""
+    ratio: Literal["token", "turn", "turn-arithmetic", "sequence"] | None = None
+    """How log-ratios become one importance ratio; None takes the preset's."""
+    reduce: Literal["token", "trajectory", "turn"] | None = None
+    """What the loss is a mean over; None takes the preset's."""
     eps_low: float | None = Field(default=None, gt=0, lt=1)
     """Lower clip distance; None takes the preset's."""
     eps_high: float | None = Field(default=None, gt=0)
     """Upper clip distance; None takes the preset's."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """A negative advantage costs at most this many times itself; None leaves the bound out."""
     ctn_c: float = Field(default=1.0, gt=0)
     """c in g / max(1, ||C|| / c)."""
     ctn_raw: bool = False
     """Divide by ||C|| itself, also where it is below c."""
+    ctn_strength: float = Field(default=1.0, gt=0)
+    """lambda of the penalty form: loss + lambda * clip fraction * KL."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of forward and backward; weights and optimizer state are float32 always."""
     num_processes: int = Field(default=1, ge=1)

@@ -28,7 +28,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> PreTrainedMode
     Raises ConfigurationError for an architecture that changes its logits after the head, because
     log-probs are computed here from the head alone.
     """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name in _LOGIT_CHANGES:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ConfigurationError(
@@ -45,7 +45,7 @@ def logprobs(
 
     `precision` bfloat16 runs the network under autocast; log-softmax is float32 at least.
     """
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     device = micro_batch.input_ids_RL.device
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         # No attention mask: padding stands right of every token that is read, where causal

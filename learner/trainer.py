@@ -236,4 +236,7 @@ class Trainer:
             parameter.grad = gradient.mul_(scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.world.device.type == "cuda":
+            # The step's seconds would else end before its last kernel does.
+            torch.cuda.synchronize(self.world.device)
         return learning_rate

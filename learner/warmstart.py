@@ -1,4 +1,4 @@
-"""The supervised warm start of the bundled policy: its shape, its training, and a plain decode loop.
+"""The supervised warm start of the bundled policy: shape, training, and a plain decode loop.
 
 Knows nothing of episodes: it is given token ids with a mask of the trained ones.
 
@@ -136,8 +136,8 @@ def train(
 ) -> None:
     """Train in place; `on_step(step, loss)` after each of `num_steps` steps.
 
-    `loss` is the mean over steps since the last report, NaN between reports (every 50 steps): reading
-    it waits for the device.
+    `loss` is the mean over steps since the last report, NaN between reports (every 50 steps):
+    reading it waits for the device.
     """
     device = model.device
     optimizer = torch.optim.AdamW(

@@ -68,6 +68,8 @@ class World:
         with self._deadline(f"a broadcast from rank {source}"):
             length = torch.tensor([len(payload or b"")], device=self.device)
             dist.broadcast(length, source)
+            if int(length) == 0:
+                return b""
             if self.rank == source:
                 data = torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8)
             else:

@@ -13,6 +13,7 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 from tenacity import (
     AsyncRetrying,
@@ -76,7 +77,7 @@ TRANSLATIONS: Final[Mapping[str, type[LeewayError]]] = {
 """Exceptions of redis by class name, since their set differs between its versions. A test walks
 redis.exceptions. What maps to StoreUnavailable is retried first."""
 
-_OUTSIDE: Final = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
+_OUTSIDE: Final = (redis.RedisError, RedisClusterException, OSError)
 
 
 def translate(error: BaseException, url: str) -> LeewayError:
@@ -135,13 +136,22 @@ class Link:
             )
         except ValueError as error:
             raise ConfigurationError(f"replay.url is not a Redis URL: {error}") from error
-        self.client: redis.asyncio.Redis = redis.asyncio.Redis.from_pool(pool)
+        # Any: the library types every reply as the union of sync, async, bytes and str.
+        self.client: Any = redis.asyncio.Redis.from_pool(pool)
 
     async def call(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Run `operation`, again while Redis gives no answer, until `retry_s` have passed.
 
         It may have run already when its reply was lost, so it must be harmless to repeat.
         """
+        try:
+            return await operation()
+        except _OUTSIDE as error:
+            if not self._is_worth_retrying(error):
+                raise translate(error, self.url) from error
+        return await self._call_again(operation)
+
+    async def _call_again(self, operation: Callable[[], Awaitable[T]]) -> T:
         attempts = AsyncRetrying(
             retry=retry_if_exception(self._is_worth_retrying),
             stop=stop_after_delay(self._retry_s),

@@ -45,7 +45,7 @@ class MemoryReplay:
     async def admit(
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
-        """See Replay."""
+        """See Replay. A version source must not call this buffer: it is asked under its lock."""
         wait = Wait(timeout_s)
         was_open = False
         async with self._changed:

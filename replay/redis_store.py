@@ -1,10 +1,10 @@
 """The replay buffer in Redis. Every operation is one Lua script; lua/common.lua holds their base.
 
 Who waits for whom: `admit` waits for the stream `room`, which acknowledge, drop, release, expiry,
-restore, pause and, on the policy board, an engine with a newer version write to. `draw` waits for the stream `data`, written by add, drop, release,
-expiry, restore and acknowledge. A waiter also wakes when the nearest slot or lease expires, since
-expiry happens inside whichever script runs next. Counters come from Redis, limits from this
-process's configuration.
+restore, pause and (on the policy board) an engine with a newer version write to. `draw` waits for
+the stream `data`, written by add, drop, release, expiry, restore and acknowledge. A waiter also
+wakes when the nearest slot or lease expires, since expiry happens inside whichever script runs
+next. Counters come from Redis, limits from this process's configuration.
 """
 
 from __future__ import annotations

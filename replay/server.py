@@ -46,6 +46,9 @@ class EmbeddedRedis:
     def start(cls, directory: str | Path, run: str = "leeway") -> Self:
         """Start a server that keeps its data in `directory`, and wait until it answers.
 
+        The url of an earlier start there is kept if its port is free, so that clients find the
+        server again.
+
         Call it from a thread that lives as long as the run: Linux ends the server with that thread.
         `run` names the server in its log and in the process list of Redis clients.
         """
@@ -54,8 +57,8 @@ class EmbeddedRedis:
         with (home / "redis.lock").open("w") as lock:
             _take(lock.fileno(), home)
             # A port may be taken between asking for it and using it.
-            for _ in range(3):
-                port, password = _free_port(), secrets.token_urlsafe(24)
+            for place in (_last_place(home), None, None):
+                port, password = place or (_free_port(), secrets.token_urlsafe(24))
                 _write_config(home, port, password)
                 process = _spawn(binary, home, lock.fileno())
                 server = cls(process, f"redis://:{password}@127.0.0.1:{port}/0", home)
@@ -160,6 +163,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _last_place(home: Path) -> tuple[int, str] | None:
+    """Port and password of an earlier start in this directory; None without one."""
+    try:
+        lines = (home / "redis.conf").read_text(encoding="utf-8").splitlines()
+        settings = dict(line.split(" ", 1) for line in lines)
+        return int(settings["port"]), settings["requirepass"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _write_config(home: Path, port: int, password: str) -> None:

@@ -77,7 +77,8 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     num_slots_expired: int
     num_leases_expired: int
     dropped: dict[str, int]
-    """Dropped groups by reason."""
+    """Dropped groups by reason: the callers' own, and the buffer's "max-draws", "lost-version" and
+    "overdue" (too old for any step to come, after limits were lowered or a step was skipped)."""
     outstanding: dict[int, int]
     """Outstanding groups by the version at their admission."""
     wait_room_s: float

@@ -13,7 +13,6 @@ from leeway.replay.errors import LeaseExpired, SlotExpired
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease, RefusalReason, Slot, VersionSource
 
-
 NO_ENGINE: Final = -(2**31)
 """Stands for the version of no engine: older than any bound allows, so admission is refused."""
 
@@ -88,8 +87,8 @@ async def current(version: PolicyVersion | VersionSource) -> PolicyVersion | Non
 def slot_expired(slot: Slot, config: ReplayConfig) -> SlotExpired:
     """Why a group came too late."""
     return SlotExpired(
-        f"slot {slot.slot_id} is no longer held; a group must be added within slot_timeout_s = "
-        f"{config.slot_timeout_s:g} s of its admission"
+        f"slot {slot.slot_id} is no longer held: it was dropped, or slot_timeout_s = "
+        f"{config.slot_timeout_s:g} s passed before its group was added"
     )
 
 

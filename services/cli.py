@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from leeway.services.config import RunConfig
     from leeway.services.layout import RunDirectory
-    from leeway.services.observability import Snapshot
+    from leeway.services.snapshot import Snapshot
 
 app = typer.Typer(
     name="leeway",
@@ -184,7 +184,7 @@ def _snapshot(body: str) -> Snapshot:
     import msgspec
 
     from leeway.replay.errors import LeewayError
-    from leeway.services.observability import Snapshot
+    from leeway.services.snapshot import Snapshot
 
     try:
         return msgspec.json.decode(body, type=Snapshot)
@@ -259,21 +259,17 @@ def config_schema(
 # --- other commands -----------------------------------------------------------------------------
 
 
-@app.command()
-def warmstart(
-    out: Annotated[Path, typer.Option(help="Folder that receives the model.")],
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.", min=1)] = None,
-    batch: Annotated[int | None, typer.Option(help="Episodes in a step.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of model and episodes.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-) -> None:
+@app.command(
+    # Its options are described by the command itself, where they are read.
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def warmstart(context: typer.Context) -> None:
     """Train the bundled policy anew, supervised on scripted episodes."""
     from leeway.services.processes.warmstart import main as run_warmstart
 
-    given = {"steps": steps, "batch": batch, "seed": seed, "device": device}
-    arguments = [f"--out={out}"]
-    arguments += [f"--{name}={value}" for name, value in given.items() if value is not None]
-    raise typer.Exit(run_warmstart(arguments))
+    sys.argv = ["leeway warmstart", *context.args]
+    run_warmstart()
 
 
 @app.command()

@@ -105,7 +105,8 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     None reads no file: every key has its default. Paths are looked for beside the file, then in
     the working directory, and are absolute afterwards.
     """
-    source = str(path) if path is not None else "the default configuration"
+    default = "the command line" if overrides else "the default configuration"
+    source = default if path is None else str(path)
     try:
         data = {} if path is None else _read_toml(Path(path))
         keys_set = [_apply_override(data, override) for override in overrides]

@@ -61,12 +61,6 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 def _window_problems(config: RunConfig) -> Iterator[str]:
     replay, rollout = config.replay, config.rollout
-    if replay.groups_per_step > replay.max_groups:
-        yield (
-            f"replay.groups_per_step = {replay.groups_per_step} is more than replay.max_groups = "
-            f"{replay.max_groups}, so no batch could ever be complete; "
-            f"set replay.max_groups to at least {replay.groups_per_step}"
-        )
     in_flight = rollout.max_groups_in_flight * rollout.num_workers
     if replay.max_staleness == 0 and in_flight > replay.groups_per_step:
         each = replay.groups_per_step // rollout.num_workers

@@ -115,7 +115,9 @@ def validation_sentence(error: ErrorDetails) -> tuple[str, str]:
     if error["type"] == "extra_forbidden":
         return unknown_key(key), key
     if error["type"] == "value_error":
-        return str(error["ctx"]["error"]) if "ctx" in error else error["msg"], key
+        message = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+        # A part's own check names its keys without the table, which it does not know.
+        return message if f"{key}." in message else f"[{key}] {message}", key
     field = known_keys().get(key)
     shown = _show_with_kind(error["input"])
     if field is None:

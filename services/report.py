@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from leeway.services.layout import RunDirectory
-from leeway.services.observability import exact_match_of
 from leeway.services.report_plots import Plot, draw_panels
+from leeway.services.snapshot import exact_match_of
 
 MAX_SAMPLES: Final = 4
 """Transcripts shown."""
@@ -56,8 +56,22 @@ def read_lines(path: Path) -> list[Json]:
         except json.JSONDecodeError:
             continue
         if isinstance(line, dict) and "step" in line:
-            by_step[int(line["step"])] = line
+            by_step[int(line["step"])] = _with_rates(line)
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _with_rates(line: Json) -> Json:
+    """Add what follows from a line: 300 tokens in 2 s of training after 1 s of waiting are 100
+    tokens/s, and the learner waited a third of the time.
+    """
+    wait_s, seconds = line.get("wait_s"), line.get("seconds")
+    if wait_s is None or seconds is None or wait_s + seconds <= 0:
+        return line
+    whole = wait_s + seconds
+    rates = {"idle_share": wait_s / whole}
+    if "num_tokens_trained" in line:
+        rates["trained_tokens_per_s"] = line["num_tokens_trained"] / whole
+    return rates | dict(line)
 
 
 def _read_json(path: Path) -> Json:
@@ -89,10 +103,7 @@ def _headline(name: str, run: str, summary: Json, bound: int | None) -> str:
         ("wall time", _duration(summary.get("wall_s"))),
         ("steps", _text(summary.get("steps"))),
         ("objective", _text(summary.get("objective"))),
-        (
-            "staleness, max of bound",
-            f"{_text(summary.get('max_staleness_seen'))} of {_text(bound)}",
-        ),
+        ("staleness, max of bound", f"{_text(seen)} of {_text(bound)}"),
         ("publishes", _text(summary.get("publishes"))),
         ("pause, median", _text(summary.get("pause_ms_p50"), " ms")),
     ]
@@ -181,7 +192,8 @@ def _transcript(sample: Json | None) -> str:
         return '<article class="empty">not played</article>'
     golden = " or ".join(str(answer) for answer in sample.get("golden_answers", []))
     reward = float(sample.get("reward", 0.0))
-    verdict = "right" if reward >= 1 else "wrong"
+    # A right answer after a malformed action has lost a penalty, so it may be below 1.
+    verdict = "right" if reward > 0.5 else "wrong"
     return (
         f"<article><pre>{coloured(str(sample.get('text', '')))}</pre>"
         f'<footer><span class="{verdict}">reward {reward:g}</span>'

@@ -53,10 +53,10 @@ class Panel(NamedTuple):
 PANELS: Final = (
     Panel(
         "Reward and exact match",
-        "Points are held-out questions, played greedily.",
+        "On training questions; points are held-out ones, played greedily.",
         (
-            Series("exact match, training", ("score/exact_match",)),
-            Series("reward, training", ("reward_mean",)),
+            Series("exact match", ("score/exact_match",)),
+            Series("reward", ("reward_mean",)),
         ),
         axis="share",
     ),
@@ -116,7 +116,7 @@ PANELS: Final = (
         "Tokens sampled by the engines and trained by the learner.",
         (
             Series("generated", ("generated_tokens_per_s",)),
-            Series("trained", ("trained_tokens_per_s", "tokens_per_s")),
+            Series("trained", ("trained_tokens_per_s",)),
         ),
         unit="tokens/s",
     ),
@@ -228,7 +228,7 @@ def _draw_panel(
             marker = "o" if len(steps) == 1 else None
             canvas.axes.plot(steps, values, color=COLOURS[i - 1], marker=marker, markersize=4)
         if bound is not None:
-            canvas.axes.yaxis.get_major_locator().set_params(integer=True)
+            canvas.use_whole_numbers()
             canvas.axes.axhline(bound, color=INK, linestyle=(0, (4, 3)), linewidth=1)
         if held_out:
             x, y = zip(*held_out, strict=True)
@@ -307,6 +307,12 @@ class _Canvas:
         for side, spine in self.axes.spines.items():
             spine.set(visible=side == "bottom", color=GRID)
 
+    def use_whole_numbers(self) -> None:
+        """Ticks of the vertical axis at whole numbers only."""
+        from matplotlib.ticker import MaxNLocator
+
+        self.axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
     def __enter__(self) -> _Canvas:
         return self
 
@@ -314,8 +320,7 @@ class _Canvas:
         import matplotlib as mpl
 
         out = io.StringIO()
-        style = {"svg.fonttype": "none", "svg.hashsalt": self._name, "axes.unicode_minus": True}
-        with mpl.rc_context(style):
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": self._name}):
             self._figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         self.svg = _themed(out.getvalue(), self._name)
 

@@ -18,14 +18,26 @@ if TYPE_CHECKING:
     from leeway.actors.serve_app import ActorSpec
 
 
-def actor_spec(config: RunConfig, redis_url: str, model: Path | None, version: int):
-    """What the Serve applications need to know; `model` None is the base model."""
+def starting_point(run: RunDirectory, config: RunConfig) -> tuple[Path, int]:
+    """The model directory to start from and its policy version: the last checkpoint, else the base."""
+    from leeway.learner.checkpoint import latest
+
+    checkpoint = latest(run.checkpoints)
+    if checkpoint is None:
+        return model_dir(config.model), 0
+    return checkpoint.path, checkpoint.version
+
+
+def actor_spec(
+    run: RunDirectory, config: RunConfig, redis_url: str, model: Path, version: int
+) -> ActorSpec:
+    """What the Serve applications need to know."""
     from leeway.actors.serve_app import ActorSpec
 
     return ActorSpec(
-        run=config.name,
+        run=run.root.name,
         redis_url=redis_url,
-        model=str(model or model_dir(config.model)),
+        model=str(model),
         model_version=version,
         seed=config.seed,
         policy=config.policy,

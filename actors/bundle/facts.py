@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import lzma
 import re
-import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from leeway.actors.config import bundled_dir
+from leeway.actors.search.documents import Document
+from leeway.actors.search.index import Bm25Index
+from leeway.actors.search.rewards import normalise
 
 KEY_OF: Final = {
     "capital": "Capital",
@@ -74,7 +76,8 @@ _SPLIT_BRIDGE = re.compile(
 _SPLIT_PLACE = re.compile(r"What is the (.+) of the country where (.+) is located\?")
 _SPLIT_YEAR = re.compile(r"In what year (?:was|did) (.+) (born|die)\?")
 _SPLIT_WORK = re.compile(
-    r"In what year (?:was|did) the (author of|director of|composer of|artist behind) (.+) (born|die)\?"
+    r"In what year (?:was|did) the ((?:author|director|composer) of|artist behind) (.+)"
+    r" (born|die)\?"
 )
 YEAR_WORD: Final = {"born": "born", "die": "died"}
 
@@ -133,67 +136,36 @@ def stands_in(phrase: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
 
 
-def normal(text: str) -> str:
-    """The form in which answers are compared: "The Oslo." -> "oslo" (Search-R1's rule)."""
-    kept = "".join(ch for ch in text.lower() if ch not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
-
-
-def is_right(answer: str | None, golden_answers: Iterable[str]) -> bool:
-    return answer is not None and normal(answer) in {normal(g) for g in golden_answers}
-
-
 def contains(passage: Passage, answer: str) -> bool:
     """Whether a reader would find `answer` there. A code such as ".no" counts with its dot only."""
     if re.fullmatch(r"\.?\w\w", answer):
         return answer.startswith(".") and stands_in(answer, passage.text)
-    return f" {normal(answer)} " in f" {normal(f'{passage.title} {passage.text}')} "
+    return f" {normalise(answer)} " in f" {normalise(f'{passage.title} {passage.text}')} "
 
 
 class BundledIndex:
-    """BM25 over title and text, as the demo's retriever has it (bm25s, English stemmer)."""
+    """The bundled passages behind the index that the demo's retriever serves."""
 
     def __init__(self, passages: list[Passage]) -> None:
-        self.passages = passages
         self.by_id = {p.id: p for p in passages}
-        self._built: dict[bool, Any] = {}
+        documents = [Document(p.id, p.title, p.text) for p in passages]
+        self._index = Bm25Index(documents)
 
-    def search(self, queries: list[str], stop_words: bool = True) -> list[list[Passage]]:
-        """The two best passages of each query. `stop_words`: whether they are dropped."""
-        import bm25s
-
-        if not queries:
-            return []
-        if stop_words not in self._built:
-            index = bm25s.BM25()
-            texts = [f"{p.title} {p.text}" for p in self.passages]
-            index.index(self._words(texts, stop_words), show_progress=False)
-            self._built[stop_words] = index
-        ranks, _ = self._built[stop_words].retrieve(
-            self._words(queries, stop_words), k=TOP_K, show_progress=False
-        )
-        return [[self.passages[int(i)] for i in row] for row in ranks]
-
-    @staticmethod
-    def _words(texts: list[str], stop_words: bool) -> Any:
-        import bm25s
-        import Stemmer
-
-        return bm25s.tokenize(
-            texts,
-            stopwords="en" if stop_words else None,
-            stemmer=Stemmer.Stemmer("english"),
-            show_progress=False,
-        )
+    def search(self, queries: list[str]) -> list[list[Passage]]:
+        """The two best passages of each query; fewer where fewer share a word with it."""
+        return [
+            [self.by_id[document.id] for document, _ in hits]
+            for hits in self._index.search(queries, TOP_K)
+        ]
 
 
 def load_passages(folder: Path | None = None) -> list[Passage]:
     path = (folder or bundled_dir()) / "corpus.jsonl.xz"
     passages = []
-    for line in lzma.open(path, "rt", encoding="utf-8"):
+    for line in unpacked(path).splitlines():
         record = json.loads(line)
         title, _, text = record["contents"].partition("\n")
-        passages.append(Passage(record["id"], title[1:-1], text.rstrip("\n")))
+        passages.append(Passage(record["id"], title[1:-1], text))
     return passages
 
 
@@ -205,11 +177,11 @@ def load_questions(split: str, folder: Path | None = None) -> list[BundledQuesti
 
 def load_titles(folder: Path | None = None) -> list[str]:
     """Article titles that hold no held-out entity."""
-    return (
-        lzma.open((folder or bundled_dir()) / "titles.txt.xz", "rt", encoding="utf-8")
-        .read()
-        .split("\n")
-    )
+    return unpacked((folder or bundled_dir()) / "titles.txt.xz").split("\n")
+
+
+def unpacked(path: Path) -> str:
+    return lzma.decompress(path.read_bytes()).decode()
 
 
 Names = dict[str, list[tuple[str, ...]]]

@@ -31,6 +31,7 @@ from leeway.actors.bundle.facts import (
     heldout_names,
     mentions,
     plan_of,
+    unpacked,
 )
 from leeway.actors.config import bundled_dir
 from leeway.actors.search.protocol import TAGS
@@ -113,13 +114,9 @@ def build(source: Path, out: Path) -> None:
 def read_documents(source: Path) -> list[tuple[str, str, str]]:
     """(id, title, text) of the realfacts corpus."""
     plain = source / "corpus.jsonl"
-    lines = (
-        plain.read_text().splitlines()
-        if plain.exists()
-        else lzma.open(source / "corpus.jsonl.xz", "rt").read().splitlines()
-    )
+    text = plain.read_text() if plain.exists() else unpacked(source / "corpus.jsonl.xz")
     documents = []
-    for line in lines:
+    for line in text.splitlines():
         record = json.loads(line)
         title, _, text = record["contents"].partition("\n")
         documents.append((record["id"], title.strip('"'), text))
@@ -237,20 +234,15 @@ def choose_passages(
 def findable_questions(
     questions: list[BundledQuestion], index: BundledIndex
 ) -> list[BundledQuestion]:
-    """Those the careful player answers, whether or not the index drops stop words."""
-    plans = [plan_of(q, index.by_id) for q in questions]
-    keep = [plan is not None for plan in plans]
-    for stop_words in (True, False):
-        own = index.search([q.question for q in questions], stop_words)
-        hops: list[list[list[Passage]]] = [[] for _ in questions]
-        for hop in range(2):
-            asking = [i for i, p in enumerate(plans) if p and hop < len(p.queries)]
-            queries = [p.queries[hop] for i in asking if (p := plans[i])]
-            for i, found in zip(asking, index.search(queries, stop_words), strict=True):
-                hops[i].append(found)
-        for i, (question, plan) in enumerate(zip(questions, plans, strict=True)):
-            keep[i] = keep[i] and plan is not None and is_findable(question, plan, own[i], hops[i])
-    return [q for q, kept in zip(questions, keep, strict=True) if kept]
+    """Those the careful player answers with the bundled index."""
+    kept = []
+    for question in questions:
+        plan = plan_of(question, index.by_id)
+        if plan is not None:
+            own, *hops = index.search([question.question, *plan.queries])
+            if is_findable(question, plan, own, hops):
+                kept.append(question)
+    return kept
 
 
 def is_findable(

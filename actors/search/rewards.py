@@ -11,7 +11,6 @@ from functools import lru_cache
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-@lru_cache(maxsize=65_536)
 def normalise(text: str) -> str:
     """Lowercase, no punctuation, no articles, single spaces.
 
@@ -20,8 +19,13 @@ def normalise(text: str) -> str:
     Composed and decomposed accents are the same text (NFC), and punctuation is Unicode's, where
     SQuAD's script knows ASCII only: a typographic quote is no reason to fail an answer.
     """
+    return _normalise(text, "")
+
+
+@lru_cache(maxsize=16_384)
+def _normalise(text: str, in_place_of_punctuation: str) -> str:
     lowered = unicodedata.normalize("NFC", text).lower()
-    kept = "".join(c for c in lowered if not _is_punctuation(c))
+    kept = "".join(in_place_of_punctuation if _is_punctuation(c) else c for c in lowered)
     return " ".join(_ARTICLES.sub(" ", kept).split())
 
 
@@ -64,12 +68,17 @@ def _f1(mine: list[str], golden: list[str]) -> float:
 
 
 def contains_answer(passages: Iterable[str], golden_answers: Iterable[str]) -> float:
-    """1 if a golden answer, normalised, stands in a normalised passage as whole words, else 0."""
-    needles = [f" {normalise(golden)} " for golden in golden_answers if normalise(golden)]
-    return float(
-        any(
-            needle in haystack
-            for haystack in (f" {normalise(passage)} " for passage in passages)
-            for needle in needles
-        )
-    )
+    """1 if a golden answer, normalised, stands in a normalised passage as whole words, else 0.
+
+    Punctuation is read both as nothing and as a space: "1703" stands in "(1703–1792)", and "USA"
+    in "the U.S.A.".
+    """
+    texts, answers = list(passages), list(golden_answers)
+    return float(any(_contains(texts, answers, mark) for mark in ("", " ")))
+
+
+def _contains(texts: list[str], answers: list[str], in_place_of_punctuation: str) -> bool:
+    normal = [_normalise(answer, in_place_of_punctuation) for answer in answers]
+    needles = [f" {answer} " for answer in normal if answer]
+    haystacks = [f" {_normalise(text, in_place_of_punctuation)} " for text in texts]
+    return any(needle in haystack for haystack in haystacks for needle in needles)

@@ -4,9 +4,9 @@ Nine in ten are synthetic: templates of real passages with their entity and valu
 titles, words, letters and numbers. So small a model reads only what it could not memorise. One in
 ten is a bundled training question with what the bundled index finds. No held-out entity occurs.
 
-The careless demonstrator reads and copies as well as the careful one and chooses badly: see CareMix.
-What it thinks before a choice is drawn before the choice is, so the same words precede a good and a
-bad action, and reinforcement learning moves one token.
+The careless demonstrator reads and copies as well as the careful one but chooses badly: see
+CareMix. What it thinks before a choice is drawn before the choice is, so the same words precede a
+good and a bad action, and reinforcement learning moves one token.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def episodes(seed: int, care: CareMix = CAREFUL) -> Iterator[Episode]:
         is_real = rng.random() < REAL_SHARE
         scene = rng.choice(stage.real) if is_real else stage.synthetic(rng)
         episode = play(scene, care, rng)
-        if not mentions(" ".join(s.text for s in episode.segments), stage.names):
+        text = " ".join(segment.text for segment in episode.segments)
+        if scene.question not in stage.heldout_questions and not mentions(text, stage.names):
             yield episode
 
 
@@ -213,7 +214,9 @@ class Stage:
     def __init__(self) -> None:
         passages = load_passages()
         self.index = BundledIndex(passages)
-        self.names = heldout_names(load_questions("held_out"), passages)
+        held_out = load_questions("held_out")
+        self.names = heldout_names(held_out, passages)
+        self.heldout_questions = {q.question for q in held_out}
         self.titles = [
             name
             for title in load_titles()
@@ -255,10 +258,10 @@ class Stage:
             elif kind.startswith("bridge_"):
                 pairs.append((first, plan.relations[0], plan.subject))
             for passage, relation, value in pairs:
-                text = passage.text.replace(passage.title, ENTITY)
                 if passage.id not in safe_ids or value in passage.title:
                     continue
-                years = _YEARS.search(text)
+                years = _YEARS.search(passage.text)
+                text = passage.text
                 if relation in ("born", "died"):
                     if not years:
                         continue
@@ -266,7 +269,7 @@ class Stage:
                     relation = "years"
                 else:
                     text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", VALUE, text)
-                found[Template(relation, text)] = None
+                found[Template(relation, text.replace(passage.title, ENTITY))] = None
         return list(found)
 
     def _real_scenes(self, plans: list[tuple[BundledQuestion, Plan]]) -> list[Scene]:
@@ -331,7 +334,8 @@ class Stage:
                 words[0] = self.name(rng)
             return " ".join(words)
         if relation == "highest point" and rng.random() < 0.4:
-            return f"{rng.choice(('Mount', 'Mt.', 'Pico', 'Cerro', 'Monte'))} {letters(rng).capitalize()}"
+            kind = rng.choice(("Mount", "Mt.", "Pico", "Cerro", "Monte"))
+            return f"{kind} {letters(rng).capitalize()}"
         if relation == "national anthem" and rng.random() < 0.5:
             return " ".join(self.name(rng) for _ in range(2))
         return self.name(rng)
@@ -545,7 +549,7 @@ def relation_asked(question: BundledQuestion) -> str:
 def real_search(query: str, found: list[Passage], support: str, bridge: str | None) -> Search:
     ids = [p.id for p in found]
     rank = ids.index(support) + 1 if support in ids else 1
-    spans = [span for p in found for span in _SPAN.findall(p.text)[:8]] or [found[0].title]
+    spans = [span for p in found for span in _SPAN.findall(p.text)[:8]] or [query]
     return Search(
         query, tuple(found), rank, ((bridge,) * len(spans) * 2 if bridge else ()) + tuple(spans)
     )

@@ -102,10 +102,13 @@ PRESETS: Final[Mapping[str, Objective]] = MappingProxyType(
 )
 
 
+_OVERRIDES: Final = ("ratio", "reduce", "eps_low", "eps_high", "dual_clip")
+
+
 def resolve(config: LearnerConfig) -> Objective:
     """The preset that `config.objective` names, with the configured overrides.
 
-    Raises ConfigurationError for an unknown name, and for a clip distance that would do nothing.
+    Raises ConfigurationError for an unknown name, and for an override that would do nothing.
     """
     preset = PRESETS.get(config.objective)
     if preset is None:
@@ -113,16 +116,27 @@ def resolve(config: LearnerConfig) -> Objective:
             f"learner.objective is {config.objective!r}; it must be one of "
             f"{', '.join(sorted(PRESETS))} (presets that need a critic are not built)"
         )
-    for key in ("eps_low", "eps_high"):
-        if getattr(config, key) is not None and getattr(preset, key) is None:
-            raise ConfigurationError(
-                f"learner.{key} does nothing under {config.objective}, which does not clip; "
-                "leave it out"
-            )
+    useless = [key for key in _OVERRIDES if not _applies(key, config, preset)]
+    if useless:
+        raise ConfigurationError(
+            f"learner.{useless[0]} does nothing under objective {config.objective}; leave it out"
+        )
+    chosen = {key: value for key in _OVERRIDES if (value := getattr(config, key)) is not None}
     return replace(
         preset,
-        eps_low=preset.eps_low if config.eps_low is None else config.eps_low,
-        eps_high=preset.eps_high if config.eps_high is None else config.eps_high,
         ctn_c=config.ctn_c,
         ctn_raw=config.ctn_raw,
+        ctn_strength=config.ctn_strength,
+        **chosen,
     )
+
+
+def _applies(key: str, config: LearnerConfig, preset: Objective) -> bool:
+    """Whether an override is absent or changes something."""
+    if getattr(config, key) is None or key == "reduce":
+        return True
+    if key == "ratio":
+        return preset.ratio not in ("none", "sequence-product")
+    if key == "dual_clip":
+        return preset.surrogate == "clip"
+    return getattr(preset, key) is not None

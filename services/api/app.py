@@ -24,7 +24,7 @@ from leeway.replay.errors import ConfigurationError, LeewayError, StoreUnavailab
 from leeway.replay.store import ReplayStats
 from leeway.services.api.metrics import CONTENT_TYPE, exposition
 from leeway.services.api.models import Health, Problem, Status
-from leeway.services.observability import Snapshot, build_snapshot
+from leeway.services.snapshot import Snapshot, build_snapshot
 
 ANSWER_TIMEOUT_S: Final = 5.0
 """Seconds Redis may take before a request is answered with 503."""

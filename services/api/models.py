@@ -1,4 +1,4 @@
-"""Bodies of the REST answers. `Status` mirrors observability.Snapshot; a test compares fields."""
+"""Bodies of the REST answers. `Status` mirrors snapshot.Snapshot; a test compares fields."""
 
 from __future__ import annotations
 

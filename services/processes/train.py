@@ -226,5 +226,3 @@ class Training:
     def _say_how_to_resume(self) -> None:
         root = os.path.relpath(self._run.root, Path.cwd())
         self._console.print(f"\nstopped. Go on with: leeway train --resume {root}")
-
-

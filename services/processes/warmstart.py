@@ -1,6 +1,6 @@
 """`python -m leeway.services.processes.warmstart --out DIR`: make the bundled policy and judge it.
 
-    episodes (worker processes: script, tokenizer) -> batches (a thread) -> train -> save -> evaluate
+    episodes (worker processes) -> batches (a thread) -> train -> save -> evaluate
 
 Needs no network. One process per core makes episodes; the same seed and number of workers give the
 same batches.
@@ -26,12 +26,12 @@ import numpy as np
 from leeway.actors.bundle.facts import (
     BundledIndex,
     BundledQuestion,
-    is_right,
     load_passages,
     load_questions,
 )
 from leeway.actors.config import SearchConfig, bundled_dir
 from leeway.actors.search.protocol import CORRECTION, STOP, last_answer, parse, render_observation
+from leeway.actors.search.rewards import exact_match
 from leeway.actors.search.script import (
     CAREFUL,
     CARELESS,
@@ -89,7 +89,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def care_mix(name: str, changes: str) -> CareMix:
-    """("careless", "early_stop=0.7") -> CARELESS with another early_stop; unknown keys are refused."""
+    """("careless", "early_stop=0.7") -> CARELESS with that early_stop; unknown keys are refused."""
     mix = CARELESS if name == "careless" else CAREFUL
     pairs = (pair.split("=") for pair in changes.split(",") if pair)
     return msgspec.structs.replace(mix, **{key: float(value) for key, value in pairs})
@@ -220,7 +220,7 @@ class Played(msgspec.Struct):
 
     @property
     def is_right(self) -> bool:
-        return is_right(last_answer(self.turns), self.question.golden_answers)
+        return exact_match(last_answer(self.turns), self.question.golden_answers) == 1.0
 
 
 class Judge:

@@ -139,7 +139,7 @@ async def test_no_living_engine_is_refused_by_name(build_replay):
     async def nobody() -> None:
         return None
 
-    with pytest.raises(WaitTimeout, match="engine-behind.*no engine lives"):
+    with pytest.raises(WaitTimeout, match=r"engine-behind.*no engine lives"):
         await build_replay().admit(1, nobody, SOON_S)
 
 

@@ -18,7 +18,7 @@ from leeway.replay.store import ReplayStats
 from leeway.services.api import app as api
 from leeway.services.api import models
 from leeway.services.api.metrics import GAUGES
-from leeway.services.observability import Snapshot
+from leeway.services.snapshot import Snapshot
 
 STATS = ReplayStats(
     learner_version=PolicyVersion(7),

@@ -1,4 +1,4 @@
-"""Scripted episodes: by seed, in the protocol, free of held-out entities, as careless as the table says."""
+"""Scripted episodes: by seed, in the protocol, without held-out entities, as careless as said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 from itertools import islice
 
 import pytest
+
 from leeway.actors.bundle.facts import heldout_names, load_passages, load_questions, mentions
 from leeway.actors.search.protocol import CORRECTION, last_answer, parse
 from leeway.actors.search.script import CAREFUL, CARELESS, Episode, episodes

@@ -1,5 +1,6 @@
 """Packing groups, refusing what cannot be trained, and splitting a batch."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -74,7 +75,7 @@ def test_a_reward_that_is_not_finite_is_refused_naming_the_trajectory() -> None:
 def test_turns_that_leave_a_gap_are_refused_naming_the_turn() -> None:
     good = trajectory("a")
     turns = (good.turns[0], Turn(10, 1, 0, "answer"))
-    bad = Trajectory(**{f: getattr(good, f) for f in good.__struct_fields__} | {"turns": turns})
+    bad = msgspec.structs.replace(good, turns=turns)
     with pytest.raises(DataError, match="trajectory a: turn 1 starts at 10"):
         build_batch([group(bad)], OBJECTIVE)
 

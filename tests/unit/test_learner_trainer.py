@@ -1,4 +1,4 @@
-"""The optimizer step: the same gradient for every split, the order of its parts, and its refusals."""
+"""The optimizer step: one gradient for every split, the order of its parts, its refusals."""
 
 import os
 import socket
@@ -17,9 +17,12 @@ from leeway.learner.errors import NonFiniteError
 from leeway.learner.objective import PRESETS, resolve
 from leeway.learner.trainer import Trainer
 from leeway.learner.world import World
+from leeway.replay.errors import WaitTimeout
 from leeway.replay.schema import Group, GroupId, Trajectory, Turn
 
 V = 64
+
+torch.set_num_threads(1)  # a second thread only waits on a model this small
 
 
 def tiny() -> LlamaForCausalLM:
@@ -236,9 +239,20 @@ def test_the_rewarded_action_becomes_more_probable(name: str) -> None:
     assert (after > before).tolist() == [True, False, False, True]
 
 
+def check_messages(world: World) -> None:
+    """What rank 0 sends arrives, empty too; a peer that has left is named within the deadline."""
+    first = world.rank == 0
+    assert world.broadcast_bytes(b"abc" if first else None) == b"abc"
+    assert world.broadcast_bytes(b"" if first else None) == b""
+    assert world.broadcast_object({"step": 3} if first else None, dict[str, int]) == {"step": 3}
+    if first:
+        with pytest.raises(WaitTimeout, match=r"rank 0 of 2 waited .* another rank is late"):
+            world.barrier()
+
+
 if __name__ == "__main__":
     objective, out = sys.argv[1:]
-    torch.set_num_threads(1)
     joined = World.from_environment(timeout_s=60, device="cpu")
     torch.save(observed_step(configure(objective, 12), joined), out)
+    check_messages(joined)
     joined.close()

@@ -144,9 +144,28 @@ def test_an_unknown_objective_is_refused_with_the_names_that_exist() -> None:
         resolve(LearnerConfig(objective="ppo"))
 
 
-def test_a_clip_distance_that_would_do_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="eps_high does nothing under rloo"):
-        resolve(LearnerConfig(objective="rloo", eps_high=0.3))
+@pytest.mark.parametrize(
+    ("objective", "override"),
+    [
+        ("rloo", {"eps_high": 0.3}),
+        ("reinforce", {"ratio": "turn"}),
+        ("vespo", {"ratio": "turn"}),
+        ("cispo", {"dual_clip": 3.0}),
+    ],
+)
+def test_an_override_that_would_do_nothing_is_refused(
+    objective: str, override: dict[str, float | str]
+) -> None:
+    config = LearnerConfig.model_validate({"objective": objective} | override)
+    with pytest.raises(ConfigurationError, match=f"{next(iter(override))} does nothing"):
+        resolve(config)
+
+
+def test_configured_parts_replace_the_preset_s() -> None:
+    config = LearnerConfig(ratio="turn-arithmetic", reduce="turn", dual_clip=3)
+    objective = resolve(config)
+    parts = (objective.ratio, objective.reduce, objective.dual_clip, objective.ctn)
+    assert parts == ("turn-arithmetic", "turn", 3, "gradient")
 
 
 def test_configured_clip_distances_replace_the_preset_s() -> None:

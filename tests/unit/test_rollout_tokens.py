@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,36 @@ def test_an_unknown_end_of_sequence_token_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     with pytest.raises(ConfigurationError, match=r"'<eos>' is not in tokenizer\.json"):
         Tokens.load(tmp_path)
+
+
+def test_a_folder_without_tokenizer_json_is_read_by_transformers(tmp_path: Path):
+    letters = ["a", "b", "c", "Ġ", "ab", "<eos>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({text: i for i, text in enumerate(letters)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "eos_token": "<eos>",
+        "unk_token": "<eos>",
+        "bos_token": "<eos>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tokens = Tokens.load(tmp_path)
+    assert tokens.encode("ab c") == [4, 3, 2]
+    assert tokens.decode([4, 3, 2, 5]) == "ab c<eos>"
+    assert (tokens.eos_id, tokens.vocab_size) == (5, 6)
+
+
+def test_a_worker_imports_no_model_library():
+    heavy = "{'torch', 'transformers', 'vllm', 'ray'}"
+    code = (
+        "import sys, leeway.actors.worker, leeway.actors.search.environment,"
+        f" leeway.actors.scripted_policy; print({heavy} & set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "set()"
 
 
 def request(tokens: Tokens, text: str, **changes: object) -> CompletionRequest:

@@ -20,9 +20,11 @@ from leeway.actors.search.questions import QuestionStream
 from leeway.actors.search.retriever import Passage
 from leeway.actors.tokens import Tokens, write_byte_tokenizer
 from leeway.actors.worker import RolloutWorker
+from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import DataError, SlotExpired, StoreUnavailable, WaitTimeout
+from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.schema import Group, PolicyVersion, check_group
-from leeway.replay.store import Replay, Slot
+from leeway.replay.store import Replay, Slot, VersionSource
 
 ANSWER = "<answer>krone</answer>"
 SEARCH = "<search>x</search>"
@@ -31,7 +33,7 @@ QUESTIONS = [Question(id=f"q{i}", question=f"{i}?", golden_answers=("krone",)) f
 
 
 class SlotBook:
-    """The part of replay that a worker sees, with `num_slots` to give and a book of where they went."""
+    """The part of replay that a worker sees: slots to give, and a book of where they went."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_left = num_slots
@@ -46,8 +48,10 @@ class SlotBook:
         if self.fail[call]:
             raise self.fail[call].pop(0)
 
-    async def admit(self, n: int, version: PolicyVersion, timeout_s: float) -> list[Slot]:
+    async def admit(self, n: int, source: VersionSource, timeout_s: float) -> list[Slot]:
         self._fail("admit")
+        version = await source()
+        assert version is not None
         self.asked.append((n, version))
         num = min(n, self.num_left)
         if num == 0:
@@ -95,7 +99,7 @@ async def version_7() -> PolicyVersion:
 
 def build(
     tokens: Tokens,
-    book: SlotBook,
+    replay: SlotBook | MemoryReplay,
     script: Callable[[str], str] | dict[str, str] | None = None,
     *,
     retriever: Passages | None = None,
@@ -106,7 +110,7 @@ def build(
 ) -> RolloutWorker:
     return RolloutWorker(
         worker_id="w0",
-        replay=cast(Replay, book),
+        replay=cast(Replay, replay),
         policy=ScriptedPolicy(
             tokens, script or {"": ANSWER}, version=7, token_delay_s=token_delay_s
         ),
@@ -210,7 +214,7 @@ async def test_a_group_past_its_deadline_is_dropped_as_a_timeout(tokens: Tokens)
 async def test_too_many_failures_end_the_run_with_a_sentence(tokens: Tokens):
     book = SlotBook(100)
     worker = build(tokens, book, {"": SEARCH}, retriever=Passages(RetrievalError("r is down")))
-    with pytest.raises(FailureBudgetExceeded, match="11 of the last 11 .*retriever 11.*r is down"):
+    with pytest.raises(FailureBudgetExceeded, match=r"11 of the last 11 .*retriever 11.*r is down"):
         await asyncio.wait_for(worker.run(), 5)
     assert not book.held
 
@@ -284,9 +288,9 @@ async def test_slots_granted_after_stop_are_handed_back_unplayed(tokens: Tokens)
     worker = build(tokens, book)
     granted = asyncio.Event()
 
-    async def admit_late(n: int, version: PolicyVersion, timeout_s: float) -> list[Slot]:
+    async def admit_late(n: int, source: VersionSource, timeout_s: float) -> list[Slot]:
         await granted.wait()
-        return [Slot("late", version)]
+        return [Slot("late", PolicyVersion(7))]
 
     book.admit = admit_late  # type: ignore[method-assign]
     async with running(worker):
@@ -340,3 +344,37 @@ async def test_a_worker_evaluates_beside_its_groups(tokens: Tokens):
         await worker.stop()
     assert result.scores["exact_match"] == 1.0
     assert worker.snapshot().episodes == {"answer": 6}
+
+
+async def test_a_stopped_worker_may_run_again(tokens: Tokens):
+    book = SlotBook(2)
+    worker = build(tokens, book)
+    async with running(worker):
+        await until(lambda: len(book.added) == 2)
+        await worker.stop()
+    book.num_left = 3
+    async with running(worker):
+        await until(lambda: len(book.added) == 3)
+        await worker.stop()
+    assert not book.held
+
+
+async def test_the_window_paces_a_worker_and_the_learner_is_never_over_its_bound(tokens: Tokens):
+    # two groups a step, staleness 1: at most four groups exist until the learner moves on
+    replay = MemoryReplay(ReplayConfig(groups_per_step=2, max_staleness=1))
+    worker = build(tokens, replay, max_groups_in_flight=16)
+    policy = cast(ScriptedPolicy, worker._policy)
+    policy.set_version(0)
+    worker._oldest_version = policy.version
+    async with running(worker):
+        for step in range(5):
+            lease = await replay.draw(timeout_s=5)
+            assert len(lease.groups) == 2
+            assert all(step - group.oldest_version <= 1 for group in lease.groups)
+            await replay.acknowledge(lease, PolicyVersion(step + 1))
+            assert worker.snapshot().num_groups_added <= 2 * step + 4
+            policy.set_version(step + 1)
+        await worker.stop()
+    stats = await replay.stats()
+    assert (stats.num_trained, stats.num_slots) == (10, 0)
+    assert set(stats.dropped) <= {"shutdown"}

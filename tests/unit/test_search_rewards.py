@@ -72,3 +72,8 @@ def test_a_retrieved_answer_must_stand_as_whole_words():
     assert contains_answer(["kroner are paid"], ("krone",)) == 0.0
     assert contains_answer([], ("krone",)) == 0.0
     assert contains_answer(["the cat"], ("The",)) == 0.0
+
+
+def test_punctuation_in_a_passage_neither_joins_nor_parts_an_answer():
+    assert contains_answer(["a scholar (1703–1792)"], ("1703",)) == 1.0
+    assert contains_answer(["made in the U.S.A."], ("USA",)) == 1.0

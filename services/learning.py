@@ -1,0 +1,227 @@
+"""The learner process: replay, trainer, publisher and checkpoints behind the loop of learner/loop.py.
+
+Rank 0 runs the loop. The other ranks follow: they wait for a batch from rank 0, train the same step,
+and end when rank 0 says so; every collective has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from leeway.actors.config import model_dir
+from leeway.learner import checkpoint, loop
+from leeway.learner.batch import build_batch
+from leeway.learner.errors import LearnerStopped
+from leeway.learner.metrics import StepMetrics
+from leeway.learner.model import load_model
+from leeway.learner.trainer import Trainer
+from leeway.learner.weights.publisher import Published, Publisher
+from leeway.learner.world import World
+from leeway.replay.board import PolicyBoard, RunBoard
+from leeway.replay.codec import decode, encode
+from leeway.replay.errors import StalenessViolation
+from leeway.replay.redis_store import RedisReplay
+from leeway.replay.schema import Group, PolicyVersion
+from leeway.replay.store import Lease
+from leeway.services.config import RunConfig
+from leeway.services.layout import RunDirectory
+
+log = logging.getLogger(__name__)
+
+EPOCH_S = 60.0
+"""Added to the draw deadline: how long ranks wait for rank 0 between two batches."""
+
+
+class LearnerProcess:
+    """One rank of the learner. Implements loop.Learning on rank 0."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig, redis_url: str) -> None:
+        learner = config.learner
+        torch.set_num_threads(learner.num_threads)
+        torch.manual_seed(config.seed)
+        self._run = run
+        self._config = config
+        self._redis_url = redis_url
+        self._stop = False
+        self._metrics: StepMetrics | None = None
+        self._max_staleness_seen = 0
+        self._idle_s = 0.0
+        self._began = time.monotonic()
+        self._checkpointed = -1
+        self.num_steps = learner.num_steps
+        self.draw_timeout_s = learner.draw_timeout_s
+        self._world = World.from_environment(timeout_s=learner.draw_timeout_s + EPOCH_S)
+        self._source = self._load()
+
+    def _load(self) -> Path:
+        """Model, optimizer and version: from the last checkpoint, else from the base model."""
+        base = model_dir(self._config.model)
+        found = checkpoint.latest(self._run.checkpoints)
+        model = load_model(found.path if found else base, self._world.device)
+        self._trainer = Trainer(model, self._config.learner, self._world)
+        self.version = PolicyVersion(0)
+        if found:
+            restored = checkpoint.restore(found.path, self._trainer.optimizer)
+            self.version = PolicyVersion(restored.version)
+            self._max_staleness_seen = int(restored.extra.get("max_staleness_seen", 0))
+            self._checkpointed = restored.version
+        return base
+
+    def stop(self) -> None:
+        """Finish the step under way, checkpoint, end. Safe from a signal handler."""
+        self._stop = True
+
+    async def run(self) -> None:
+        """Train to the end; raises LearnerStopped after a stop, with a checkpoint on disk."""
+        if self._world.rank == 0:
+            await self._lead()
+        else:
+            self._follow()
+        self._world.close()
+
+    # ---- rank 0
+
+    async def _lead(self) -> None:
+        name = self._run.root.name
+        self._board = RunBoard(self._redis_url, name)
+        policies = PolicyBoard(self._redis_url, name)
+        replay = RedisReplay(self._redis_url, name, self._config.replay)
+        self._policies = policies
+        timeout_s = self._config.learner.publish_timeout_s
+        self._publisher = Publisher(policies, self._world.device, timeout_s)
+        try:
+            await self._publisher.resume()
+            dropped = await replay.restore_version(self.version)
+            if dropped:
+                await self._board.append_event(
+                    "learner",
+                    f"resumed at version {self.version}; {dropped} groups of lost versions",
+                )
+            await loop.run(self, replay)
+            self.save()
+            await self._board.set_phase("evaluating-after")
+        except LearnerStopped:
+            self.save()
+            raise
+        finally:
+            self._world.broadcast_bytes(b"")
+            await replay.close()
+            await policies.close()
+            await self._board.close()
+
+    async def stop_requested(self) -> bool:
+        """By signal or through the run board."""
+        return self._stop or await self._board.stop_requested() is not None
+
+    async def train(self, lease: Lease) -> None:
+        """One optimizer step; the staleness bound is asserted on what is about to be trained."""
+        check_staleness(lease, self._config.replay.max_staleness)
+        payload = msgspec.msgpack.encode([encode(group) for group in lease.groups])
+        self._world.broadcast_bytes(payload)
+        self._step(lease.groups)
+
+    def _step(self, groups: tuple[Group, ...]) -> None:
+        batch = build_batch(groups, self._trainer.objective)
+        self._metrics = self._trainer.train_step(batch, self.version)
+        self.version = PolicyVersion(self.version + 1)
+
+    async def publish(self) -> None:
+        """Send the current version to every live engine."""
+        await self._publisher.publish(self.version, self._weights())
+
+    async def catch_up(self) -> None:
+        """While waiting for data: engines that started with older weights get the current ones."""
+        behind = [e for e in await self._policies.engines() if e.version < self.version]
+        if behind:
+            await self._publisher.confirm()
+            behind = [e for e in await self._policies.engines() if e.version < self.version]
+        if behind:
+            log.info("catching up %s to version %d", [e.engine_id for e in behind], self.version)
+            await self.publish()
+            await self._publisher.confirm()
+
+    async def confirm(self) -> Published | None:
+        """Wait until the version before is in use; evictions become events."""
+        published = await self._publisher.confirm()
+        for engine_id, reason in (published.evicted if published else {}).items():
+            await self._board.append_event("publish", f"{engine_id} was evicted: {reason}")
+        return published
+
+    async def after_step(self, wait_s: float, published: Published | None) -> None:
+        """Metrics to disk and board; a checkpoint when it is due."""
+        assert self._metrics is not None
+        metrics = self._metrics.as_dict()
+        self._idle_s += wait_s
+        self._max_staleness_seen = max(self._max_staleness_seen, int(metrics["staleness_max"]))
+        line = {"step": self.version, "time": time.time(), "wait_s": wait_s, **metrics}
+        if published is not None:
+            line["pause_ms"] = [pause * 1e3 for pause in published.pause_s]
+            line["transfer_ms"] = published.transfer_s * 1e3
+            line["num_engines"] = published.num_engines
+        with self._run.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        await self._board.put("learner", self._section(metrics, wait_s))
+        if self.version % self._config.learner.checkpoint_every == 0:
+            self.save()
+
+    def _section(self, metrics: Mapping[str, float], wait_s: float) -> dict[str, Any]:
+        seconds = metrics["seconds"] + wait_s
+        return {
+            "step": self.version,
+            "version": self.version,
+            "metrics": dict(metrics),
+            "idle_share": self._idle_s / (time.monotonic() - self._began),
+            "tokens_per_s": metrics["num_tokens_trained"] / seconds,
+            "max_staleness_seen": self._max_staleness_seen,
+        }
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """All that an engine loads: parameters once, tied ones not repeated, and saved buffers."""
+        model = self._trainer.model
+        weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        saved = model.state_dict(keep_vars=True)
+        buffers = {n: b for n, b in model.named_buffers() if n in saved}
+        return weights | buffers
+
+    def save(self) -> None:
+        """Write a checkpoint of the current version, once."""
+        if self.version in (self._checkpointed, 0):
+            return
+        checkpoint.save(
+            self._run.checkpoints,
+            self._trainer.model,
+            self._trainer.optimizer,
+            self.version,
+            self._source,
+            {"max_staleness_seen": self._max_staleness_seen},
+        )
+        self._checkpointed = self.version
+
+    # ---- the other ranks
+
+    def _follow(self) -> None:
+        while payload := self._world.broadcast_bytes(None):
+            encoded = msgspec.msgpack.decode(payload, type=list[bytes])
+            self._step(tuple(decode(group) for group in encoded))
+
+
+def check_staleness(lease: Lease, max_staleness: int) -> None:
+    """Raise StalenessViolation if a trained token of the lease is older than the bound allows.
+
+    learner at 10, oldest versions [8, 9] -> staleness [2, 1]; with max_staleness 1 this raises.
+    """
+    for group in lease.groups:
+        staleness = lease.version - group.oldest_version
+        if not 0 <= staleness <= max_staleness:
+            raise StalenessViolation(
+                f"group {group.group_id} holds a token of version {group.oldest_version}; at learner "
+                f"version {lease.version} its staleness is {staleness} and the bound is {max_staleness}"
+            )

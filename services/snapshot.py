@@ -1,0 +1,280 @@
+"""A run at one moment, joined from the run board and the replay buffer.
+
+It is the body of `GET /v1/status` and what the live table draws. The board's sections fill up while
+a run starts: what may not be known yet is None.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from leeway.replay.store import ReplayStats
+
+Section = Mapping[str, Any]
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run stands."""
+
+    name: str = "run"
+    phase: str = "starting"
+    """What the run is doing: starting, evaluating, training, and so on."""
+    elapsed_s: float = 0.0
+    """Seconds since the run started."""
+    step: int = 0
+    """Optimizer steps done."""
+    num_steps: int | None = None
+    """Optimizer steps of the whole run."""
+    policy_version: int | None = None
+    """Newest version the learner made."""
+    last_event: str | None = None
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine."""
+
+    engine_id: str
+    version: int | None = None
+    """Policy version it samples from."""
+    pause_ms: float | None = None
+    """How long its last publish stopped generation."""
+    transfer_ms: float | None = None
+    """How long its last publish took to arrive, while it generated."""
+    tokens_per_s: float | None = None
+
+
+class LearningView(msgspec.Struct, frozen=True, kw_only=True):
+    """The last optimizer step."""
+
+    reward: float | None = None
+    exact_match: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
+    """KL (k3) to the policies that sampled the tokens."""
+    grad_norm: float | None = None
+    clip_fraction: float | None = None
+    """Share of trained tokens that were clipped."""
+    clip_bias_norm: float | None = None
+    """||C||, the norm of what the clip removed from the gradient."""
+    tokens_per_s: float | None = None
+    """Tokens trained per second."""
+
+
+class StalenessView(msgspec.Struct, frozen=True, kw_only=True):
+    """Staleness of the last batch, in policy versions."""
+
+    mean: float | None = None
+    max: int | None = None
+    max_seen: int | None = None
+    """Largest of the whole run."""
+    bound: int | None = None
+    """replay.max_staleness."""
+
+
+class ReplayView(msgspec.Struct, frozen=True, kw_only=True):
+    """The buffer, in groups."""
+
+    num_slots: int
+    """Groups being played."""
+    num_ready: int
+    num_leased: int
+    num_bytes: int
+    num_trained: int
+    num_dropped: int
+    dropped: dict[str, int]
+    """Dropped groups by reason."""
+    admission_paused: bool
+
+
+class WaitsView(msgspec.Struct, frozen=True, kw_only=True):
+    """Who waits for whom, as shares of the time since the run started to train."""
+
+    learner_for_data: float | None = None
+    rollouts_for_room: float | None = None
+    """Mean over rollout workers."""
+    sentence: str = ""
+    """`learner waits for rollouts 41 %`; empty while nothing is known."""
+
+
+class EvalView(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out exact match."""
+
+    before: float | None = None
+    latest: float | None = None
+    latest_step: int | None = None
+    """Optimizer step after which `latest` was measured."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment."""
+
+    run: RunView = RunView()
+    engines: list[EngineView] = []
+    generated_tokens_per_s: float | None = None
+    """Over all engines."""
+    learning: LearningView = LearningView()
+    staleness: StalenessView = StalenessView()
+    replay: ReplayView | None = None
+    """None while Redis has not answered yet."""
+    waits: WaitsView = WaitsView()
+    eval: EvalView = EvalView()
+
+
+def build_snapshot(
+    sections: Mapping[str, Section],
+    stats: ReplayStats | None,
+    *,
+    last_event: str | None = None,
+    now: float | None = None,
+) -> Snapshot:
+    """Join the run board's sections and the buffer's numbers. Any section or key may be missing.
+
+    run      {name, phase, started_at, num_steps, bound}
+    learner  {step, version, metrics, idle_share, tokens_per_s, max_staleness_seen}
+    rollout  {worker_id: {...}}
+    policy   {engine_id: {version, pause_ms, transfer_ms, tokens_per_s}}
+    eval     {before, after, history: [...]}, each {step, scores: {exact_match, ...}, ...}
+    """
+    run, learner = sections.get("run", {}), sections.get("learner", {})
+    metrics = _mapping(learner.get("metrics"))
+    started_at = run.get("started_at")
+    elapsed_s = max(0.0, (now or time.time()) - started_at) if started_at else 0.0
+    engines = _engines(sections.get("policy", {}))
+    rates = [engine.tokens_per_s for engine in engines if engine.tokens_per_s is not None]
+    return Snapshot(
+        run=RunView(
+            name=run.get("name", "run"),
+            phase=run.get("phase", "starting"),
+            elapsed_s=elapsed_s,
+            step=learner.get("step", 0),
+            num_steps=run.get("num_steps"),
+            policy_version=learner.get("version", stats.learner_version if stats else None),
+            last_event=last_event,
+        ),
+        engines=engines,
+        generated_tokens_per_s=sum(rates) if rates else None,
+        learning=_learning(metrics, learner),
+        staleness=StalenessView(
+            mean=metrics.get("staleness_mean"),
+            max=_whole(metrics.get("staleness_max")),
+            max_seen=_whole(learner.get("max_staleness_seen", metrics.get("staleness_max"))),
+            bound=run.get("bound"),
+        ),
+        replay=_replay(stats) if stats else None,
+        waits=_waits(sections, stats, elapsed_s),
+        eval=_eval(sections.get("eval", {})),
+    )
+
+
+def _mapping(value: Any) -> Section:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _members(section: Section) -> Iterable[tuple[str, Section]]:
+    """The entries that are tables; the board adds plain ones such as updated_at."""
+    return ((name, value) for name, value in sorted(section.items()) if isinstance(value, Mapping))
+
+
+def _engines(section: Section) -> list[EngineView]:
+    return [
+        EngineView(
+            engine_id=engine_id,
+            version=engine.get("version"),
+            pause_ms=engine.get("pause_ms"),
+            transfer_ms=engine.get("transfer_ms"),
+            tokens_per_s=engine.get("tokens_per_s"),
+        )
+        for engine_id, engine in _members(section)
+    ]
+
+
+def _learning(metrics: Section, learner: Section) -> LearningView:
+    return LearningView(
+        reward=metrics.get("reward_mean"),
+        exact_match=metrics.get("score/exact_match"),
+        entropy=metrics.get("entropy"),
+        kl=metrics.get("kl_behaviour"),
+        grad_norm=metrics.get("grad_norm"),
+        clip_fraction=metrics.get("clip_fraction_tokens"),
+        clip_bias_norm=metrics.get("ctn_norm"),
+        tokens_per_s=learner.get("tokens_per_s"),
+    )
+
+
+def _replay(stats: ReplayStats) -> ReplayView:
+    return ReplayView(
+        num_slots=stats.num_slots,
+        num_ready=stats.num_ready,
+        num_leased=stats.num_leased,
+        num_bytes=stats.num_bytes,
+        num_trained=stats.num_trained,
+        num_dropped=sum(stats.dropped.values()),
+        dropped=stats.dropped,
+        admission_paused=stats.admission_paused,
+    )
+
+
+def _waits(
+    sections: Mapping[str, Section], stats: ReplayStats | None, elapsed_s: float
+) -> WaitsView:
+    """The learner's own share where it reports one; else seconds waited over seconds elapsed.
+
+    Two workers that waited 30 s together in a run of 100 s: rollouts wait for room 15 %.
+    """
+    learner_share = sections.get("learner", {}).get("idle_share")
+    rollout_share = None
+    if stats is not None and elapsed_s > 0:
+        num_workers = max(1, len(list(_members(sections.get("rollout", {})))))
+        rollout_share = min(1.0, stats.wait_room_s / num_workers / elapsed_s)
+        if learner_share is None:
+            learner_share = min(1.0, stats.wait_data_s / elapsed_s)
+    return WaitsView(
+        learner_for_data=learner_share,
+        rollouts_for_room=rollout_share,
+        sentence=_waits_sentence(learner_share, rollout_share),
+    )
+
+
+def _waits_sentence(learner: float | None, rollouts: float | None) -> str:
+    known = [
+        (share, words)
+        for share, words in (
+            (learner, "learner waits for rollouts"),
+            (rollouts, "rollouts wait for the learner"),
+        )
+        if share is not None
+    ]
+    if not known:
+        return ""
+    waiting = sorted((pair for pair in known if pair[0] >= 0.02), reverse=True)
+    return ", ".join(f"{words} {share:.0%}".replace("%", " %") for share, words in waiting) or (
+        "nobody waits"
+    )
+
+
+def _eval(section: Section) -> EvalView:
+    """`after` is the last word; until it exists, the newest evaluation made meanwhile."""
+    latest = next((entry for entry in _evaluations(section) if entry), {})
+    before = _mapping(section.get("before"))
+    return EvalView(
+        before=exact_match_of(before), latest=exact_match_of(latest), latest_step=latest.get("step")
+    )
+
+
+def _evaluations(section: Section) -> list[Section]:
+    """Those after the first, newest first."""
+    history = [_mapping(entry) for entry in section.get("history") or []]
+    return [_mapping(section.get("after")), *reversed(history)]
+
+
+def exact_match_of(evaluation: Section) -> float | None:
+    """Mean exact match of one evaluation, {"step", "scores": {"exact_match", ...}, ...}."""
+    return _mapping(evaluation.get("scores")).get("exact_match")

@@ -1,0 +1,157 @@
+"""What only the buffer in Redis can show: lost replies, cut connections, crashes and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis
+
+from leeway.replay.config import ReplayConfig
+from leeway.replay.errors import StoreUnavailable, WaitTimeout
+from leeway.replay.redis_store import RedisReplay
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.server import EmbeddedRedis
+from leeway.replay.synthetic import build_group
+
+CONFIG = ReplayConfig(groups_per_step=2, max_staleness=1)
+V0, V1 = PolicyVersion(0), PolicyVersion(1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+async def replay(server: EmbeddedRedis) -> AsyncIterator[RedisReplay]:
+    store = RedisReplay(server.url, f"test-{uuid.uuid4().hex}", CONFIG)
+    yield store
+    await store.close()
+
+
+async def test_admission_sent_twice_is_granted_once(replay):
+    ids = ["one", "two", "three"]
+    first = await replay._try_admit(ids, V0)
+    assert await replay._try_admit(ids, V0) == first
+    assert (await replay.stats()).num_slots == 3
+
+
+async def test_draw_sent_twice_returns_the_same_lease(replay):
+    for slot in await replay.admit(4, V0, 1.0):
+        await replay.add(slot, build_group(slot))
+    first, second = await replay._try_draw("lease"), await replay._try_draw("lease")
+    assert [g.group_id for g in first.groups] == [g.group_id for g in second.groups]
+    stats = await replay.stats()
+    assert (stats.num_leased, stats.num_drawn) == (2, 2)
+
+
+async def test_waits_end_when_connections_are_cut(replay, server):
+    waiting = asyncio.create_task(replay.draw(10.0))
+    await asyncio.sleep(0.1)
+    with redis.Redis.from_url(server.url) as admin:
+        admin.client_kill_filter(_type="normal", skipme=True)
+    for slot in await replay.admit(2, V0, 1.0):
+        await replay.add(slot, build_group(slot))
+    assert len((await waiting).groups) == 2
+
+
+async def test_cancelled_calls_do_not_leave_replies_behind(replay):
+    await replay.admit(3, V0, 1.0)
+    for _ in range(20):
+        calls = [asyncio.create_task(replay.group_ids()) for _ in range(8)]
+        await asyncio.sleep(0)
+        for call in calls[::2]:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert (await replay.stats()).num_slots == 3
+
+
+async def test_limits_come_from_the_configuration_of_today(server):
+    run = f"test-{uuid.uuid4().hex}"
+    first = RedisReplay(server.url, run, CONFIG)
+    assert len(await first.admit(9, V0, 1.0)) == 4
+    await first.close()
+    wider = RedisReplay(server.url, run, ReplayConfig(groups_per_step=2, max_staleness=3))
+    assert len(await wider.admit(9, V0, 1.0)) == 4
+    await wider.close()
+
+
+async def test_runs_of_one_server_do_not_see_each_other(server):
+    first, second = (RedisReplay(server.url, f"test-{uuid.uuid4().hex}", CONFIG) for _ in "12")
+    await first.admit(4, V0, 1.0)
+    assert (await second.stats()).num_slots == 0
+    await first.close()
+    await second.close()
+
+
+async def test_hundreds_of_waiting_workers_use_few_connections(replay, server):
+    await replay.admit(4, V0, 1.0)
+    waits = [asyncio.create_task(replay.admit(1, V0, 1.0)) for _ in range(200)]
+    await asyncio.sleep(0.4)
+    with redis.Redis.from_url(server.url) as admin:
+        assert admin.info("clients")["connected_clients"] < 40  # type: ignore[index]
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    assert all(isinstance(result, WaitTimeout) for result in results)
+
+
+async def test_everything_of_a_trained_group_is_forgotten(replay, server):
+    for slot in await replay.admit(2, V0, 1.0):
+        await replay.add(slot, build_group(slot))
+    await replay.acknowledge(await replay.draw(1.0), V1)
+    keys = replay._keys
+    kept = {keys.state, keys.added, keys.acknowledged, keys.room, keys.data}
+    with redis.Redis.from_url(server.url, decode_responses=True) as admin:
+        assert set(admin.scan_iter(f"{keys.state.removesuffix('state')}*")) == kept
+        assert admin.hget(keys.state, "num_bytes") == "0"
+
+
+async def test_an_added_group_survives_the_crash_of_redis(tmp_path):
+    server = EmbeddedRedis.start(tmp_path)
+    replay = RedisReplay(server.url, "run", CONFIG)
+    slots = await replay.admit(2, V0, 1.0)
+    for slot in slots:
+        await replay.add(slot, build_group(slot))
+    await replay.close()
+    os.kill(server.pid, signal.SIGKILL)
+    with EmbeddedRedis.start(tmp_path) as again:
+        replay = RedisReplay(again.url, "run", CONFIG)
+        assert set(await replay.group_ids()) == {slot.slot_id for slot in slots}
+        assert len((await replay.draw(1.0)).groups) == 2
+        await replay.close()
+    assert server._process.wait(5) == -signal.SIGKILL
+
+
+async def test_waiting_callers_outlive_a_crash_and_restart_of_redis(tmp_path):
+    server = EmbeddedRedis.start(tmp_path)
+    replay = RedisReplay(server.url, "run", CONFIG)
+    slots = await replay.admit(2, V0, 1.0)
+    waiting = asyncio.create_task(replay.draw(20.0))
+    await asyncio.sleep(0.1)
+    server.kill()
+    adding = [asyncio.create_task(replay.add(slot, build_group(slot))) for slot in slots]
+    await asyncio.sleep(0.1)
+    with EmbeddedRedis.start(tmp_path) as again:
+        assert again.url == server.url
+        await asyncio.gather(*adding)
+        assert len((await waiting).groups) == 2
+        await replay.close()
+
+
+async def test_a_dead_server_is_unavailable_within_the_deadline(tmp_path):
+    server = EmbeddedRedis.start(tmp_path)
+    replay = RedisReplay(server.url, "run", CONFIG, retry_s=0.3)
+    waiting = asyncio.create_task(replay.draw(20.0))
+    await asyncio.sleep(0.1)
+    server.kill()
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="no answer from Redis"):
+        await waiting
+    assert time.monotonic() - started < 3.0
+    await replay.close()

@@ -1,0 +1,270 @@
+"""The command line: light, and every error one line with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leeway.replay.errors import ConfigurationError, DataError, LeewayError, StoreUnavailable
+from leeway.services import cli
+from leeway.services.config import load
+from leeway.services.layout import RunState, create_run
+
+HEAVY = (
+    "torch", "ray", "vllm", "transformers", "numpy", "matplotlib", "fastapi", "redis", "pydantic",
+    "msgspec", "httpx",
+)  # fmt: skip
+
+
+def leeway(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Run the command in this process: exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["leeway", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: leeway(monkeypatch, capsys, *arguments)
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Stands in for the process wiring; `outcome` is returned or raised."""
+    seen = types.SimpleNamespace(calls=[], outcome=0)
+
+    def fake(config: Any, run_dir: Any, *, json_output: bool, resume: bool) -> int:
+        seen.calls.append((config, run_dir, json_output, resume))
+        if isinstance(seen.outcome, BaseException):
+            raise seen.outcome
+        return seen.outcome
+
+    module = types.ModuleType("leeway.services.processes.train")
+    module.__dict__["run"] = fake
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return seen
+
+
+# --- light ---
+
+
+def test_help_imports_nothing_heavy_and_takes_at_most_300_ms_of_cpu():
+    code = (
+        "import sys, contextlib\nfrom leeway.services import cli\n"
+        "with contextlib.suppress(SystemExit):\n    cli.app(['--help'])\n"
+        f"print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.splitlines()[-1] == "[]"
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_s < 0.3
+
+
+# --- exit codes ---
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigurationError("the key"), 2),
+        (DataError("line 3"), 2),
+        (StoreUnavailable("no Redis"), 1),
+        (LeewayError("it failed"), 1),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(run, training, error: LeewayError, code: int):
+    training.outcome = error
+    assert run("train") == (code, "", f"leeway: {error}\n")
+
+
+def test_ctrl_c_exits_130(run, training):
+    training.outcome = KeyboardInterrupt()
+    assert run("train")[0] == 130
+
+
+def test_the_exit_code_of_the_run_is_the_exit_code(run, training):
+    training.outcome = 130
+    assert run("train")[0] == 130
+
+
+def test_an_error_nobody_foresaw_keeps_its_traceback(run, training):
+    training.outcome = RuntimeError("bug")
+    with pytest.raises(RuntimeError, match="bug"):
+        cli.app(["train"], standalone_mode=False)
+
+
+def test_an_unknown_option_exits_2(run):
+    assert run("train", "--nope")[0] == 2
+
+
+# --- train ---
+
+
+def test_train_makes_a_run_directory_and_hands_it_over(run, training, tmp_path: Path):
+    run("train", "--set", "name=demo", "--json")
+    ((config, run_dir, json_output, resume),) = training.calls
+    assert (config.name, json_output, resume) == ("demo", True, False)
+    assert run_dir.root.parent == tmp_path / "runs"
+    assert run_dir.read_config() == config
+
+
+def test_resume_goes_on_in_the_same_directory(run, training, tmp_path: Path):
+    before = create_run(load(None))
+    run("train", "--resume", str(before.root), "--set", "learner.num_steps=9")
+    ((config, run_dir, _, resume),) = training.calls
+    assert (config.learner.num_steps, run_dir, resume) == (9, before, True)
+    assert before.read_config().learner.num_steps == 9
+
+
+def test_resume_and_a_file_together_are_refused(run, training):
+    code, _, err = run("train", "a.toml", "--resume", "runs/x")
+    assert code == 2
+    assert "not both" in err
+    assert not training.calls
+
+
+def test_bad_input_starts_nothing(run, training, tmp_path: Path):
+    code, _, err = run("train", "--set", "learner.num_steps=0")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert not training.calls
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_checks_and_starts_nothing(run, training, tmp_path: Path):
+    code, out, _ = run("train", "--dry-run", "--set", "learner.num_steps=9")
+    assert code == 0
+    assert "num_steps = 9" in out
+    assert not training.calls
+    assert not (tmp_path / "runs").exists()
+
+
+def test_notes_go_to_stderr_so_that_json_stays_clean(run, training):
+    _, out, err = run("train", "--json", "--set", "replay.max_groups=20")
+    assert out == ""
+    assert err.startswith("note: ")
+
+
+# --- config ---
+
+
+def test_config_show_prints_what_would_be_read_without_secrets(run, tmp_path: Path):
+    code, out, _ = run("config", "show", "--set", "replay.url=redis://:secret@h:1/0")
+    assert code == 0
+    assert "secret" not in out
+    (tmp_path / "shown.toml").write_text(out)
+    assert run("config", "validate", "shown.toml")[0] == 0
+
+
+def test_config_show_json_is_json(run):
+    assert json.loads(run("config", "show", "--json")[1])["learner"]["num_steps"] == 60
+
+
+def test_config_validate_says_so(run, tmp_path: Path):
+    (tmp_path / "a.toml").write_text("seed = 1\n")
+    assert run("config", "validate", "a.toml") == (0, "a.toml is valid\n", "")
+
+
+def test_config_schema_describes_every_key(run):
+    schema = json.loads(run("config", "schema")[1])
+    description = schema["$defs"]["LearnerConfig"]["properties"]["num_steps"]["description"]
+    assert description.startswith("Optimizer steps")
+
+
+# --- status ---
+
+
+class EmptyBoard:
+    """The run board of a run that has written nothing yet."""
+
+    async def get_all(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    async def phase(self) -> str | None:
+        return None
+
+    async def events(self, after: str = "", count: int = 100) -> list[Any]:
+        return []
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_status_without_a_run_says_what_to_name(run):
+    code, _, err = run("status")
+    assert code == 2
+    assert err == ("leeway: there is no run in runs/; name a run directory or the URL of its API\n")
+
+
+def test_status_of_a_url_that_does_not_answer(run):
+    code, _, err = run("status", "http://127.0.0.1:9")
+    assert code == 1
+    assert err == "leeway: nobody answers at http://127.0.0.1:9; is the run still on?\n"
+
+
+def test_status_of_a_stopped_run_says_how_to_go_on(run):
+    before = create_run(load(None))
+    code, _, err = run("status", str(before.root))
+    assert code == 1
+    assert f"leeway train --resume {before.root}" in err
+
+
+def test_status_of_an_ended_run_is_its_summary(run):
+    ended = create_run(load(None))
+    ended.summary.write_text('{"steps": 3}')
+    assert run("status", "--json")[:2] == (0, '{"steps": 3}\n')
+
+
+def test_status_reads_the_api_of_a_run(run):
+    from leeway.replay.config import ReplayConfig
+    from leeway.replay.memory_store import MemoryReplay
+    from leeway.services.api.app import create_app, serve_in_thread
+
+    app = create_app(EmptyBoard(), MemoryReplay(ReplayConfig()), {})
+    address, stop = serve_in_thread(app, "127.0.0.1", 0)
+    live = create_run(load(None))
+    live.write_state(RunState(name="run", started_at=1.0, api_address=address))
+    try:
+        code, out, _ = run("status", "--json")
+        plain = run("status", address)[1]
+    finally:
+        stop()
+    assert code == 0
+    assert json.loads(out)["run"]["phase"] == "starting"
+    assert plain.startswith("00:00 starting step 0/-")
+
+
+# --- other commands ---
+
+
+def test_warmstart_hands_its_options_on(run, monkeypatch: pytest.MonkeyPatch):
+    seen: list[str] = []
+    module = types.ModuleType("leeway.services.processes.warmstart")
+    module.__dict__["main"] = lambda: seen.extend(sys.argv)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert run("warmstart", "--out", "m", "--steps=3", "--help")[0] == 0
+    assert seen == ["leeway warmstart", "--out", "m", "--steps=3", "--help"]
+
+
+def test_doctor_fails_when_something_is_missing(run, monkeypatch: pytest.MonkeyPatch):
+    from leeway.services import doctor
+
+    monkeypatch.setattr(doctor, "MIN_MEMORY_GIB", 1e9)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "FAIL  memory" in out
+    assert "ok    python" in out
