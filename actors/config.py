@@ -13,9 +13,9 @@ from leeway.replay.config import FrozenModel
 class PolicyConfig(FrozenModel):
     """The engine that samples tokens. Keys of the `[policy]` table."""
 
-    backend: Literal["vllm", "torch", "scripted"] = "vllm"
-    """`vllm` serves; `torch` decodes in the replica with plain transformers (slow, for tests and
-    experiments); `scripted` plays a fixed script (tests)."""
+    backend: Literal["vllm", "torch"] = "vllm"
+    """`vllm` serves; `torch` decodes in the replica with plain transformers (slow; for tests and
+    experiments)."""
     num_replicas: int = Field(default=1, ge=1)
     """Engines, each a Ray Serve replica."""
     max_model_len: int = Field(default=1024, ge=16)

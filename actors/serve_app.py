@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from leeway.actors.tokens import Tokens
 from leeway.actors.worker import RolloutWorker
 from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import WaitTimeout
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
 
@@ -200,19 +200,12 @@ class RolloutServer:
             questions=questions,
             config=spec.rollout,
             limits=Limits.of(spec.search, spec.policy),
-            oldest_version=self._oldest_version,
+            oldest_version=self._policies.oldest_version,
         )
 
     @property
     def _section(self) -> str:
         return f"rollout:{self.worker_id}"
-
-    async def _oldest_version(self) -> PolicyVersion:
-        version = await self._policies.oldest_version()
-        if version is None:
-            await asyncio.sleep(SNAPSHOT_S)
-            raise WaitTimeout("no engine is on the policy board; one may be starting again")
-        return version
 
     async def _follow_phase(self) -> None:
         """Play while the phase is `training`, and put the counters on the board."""
@@ -236,7 +229,10 @@ class RolloutServer:
 
     async def evaluate(self, num_questions: int) -> dict[str, Any]:
         """Held-out questions, greedy; see RolloutWorker.evaluate."""
-        questions = load_questions(held_out_file(self._spec.data))[:num_questions]
+        questions = load_questions(held_out_file(self._spec.data))
+        # The same sample in every evaluation of every run.
+        random.Random(0).shuffle(questions)
+        questions = questions[:num_questions]
         return msgspec.to_builtins(
             await self._worker.evaluate(
                 questions, max_concurrency=self._spec.policy.max_num_seqs, num_samples=12

@@ -85,14 +85,14 @@ def summarise(run: RunDirectory, config: RunConfig, wall_s: float) -> Summary:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Lines by step; where a resumed run repeated a step, the later line counts."""
-    if not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    from leeway.services.report import read_lines
+
+    lines = read_lines(path)
     return [line for _, line in sorted({int(line["step"]): line for line in lines}.items())]
 
 
 def _exact_match(entry: dict[str, Any] | None) -> float | None:
-    return None if not entry else round(float(entry["exact_match"]), 4)
+    return None if not entry else round(float(entry["scores"]["exact_match"]), 4)
 
 
 def _print(run: RunDirectory, summary: Summary, console: Console) -> None:

@@ -135,10 +135,11 @@ def build_snapshot(
 
     run      {name, phase, started_at, num_steps, bound}
     learner  {step, version, metrics, idle_share, tokens_per_s, max_staleness_seen}
-    rollout  {worker_id: {...}}
-    policy   {engine_id: {version, pause_ms, transfer_ms, tokens_per_s}}
+    rollout:WORKER_ID  {...}
+    policy:ENGINE_ID   {version, pause_ms, transfer_ms, tokens_per_s}
     eval     {before, after, history: [...]}, each {step, scores: {exact_match, ...}, ...}
     """
+    sections = gathered(sections)
     run, learner = sections.get("run", {}), sections.get("learner", {})
     metrics = _mapping(learner.get("metrics"))
     started_at = run.get("started_at")
@@ -168,6 +169,21 @@ def build_snapshot(
         waits=_waits(sections, stats, elapsed_s),
         eval=_eval(sections.get("eval", {})),
     )
+
+
+def gathered(sections: Mapping[str, Section]) -> dict[str, Section]:
+    """Members that write a section of their own, brought together under one name.
+
+    {"policy:engine-1": {...}, "policy:engine-2": {...}} -> {"policy": {"engine-1": {...}, ...}}
+    """
+    together: dict[str, dict[str, Any]] = {}
+    for name, section in sections.items():
+        part, colon, member = name.partition(":")
+        if colon:
+            together.setdefault(part, {})[member] = section
+        else:
+            together.setdefault(part, {}).update(section)
+    return dict(together)
 
 
 def _mapping(value: Any) -> Section:

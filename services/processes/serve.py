@@ -68,7 +68,7 @@ class Course:
             await self._board.put("eval", results)
         await self._board.set_phase("training")
         await self._evaluate_meanwhile(results)
-        results["after"] = results["latest"] = await self._evaluate(self._config.learner.num_steps)
+        results["after"] = await self._evaluate(self._config.learner.num_steps)
         await self._board.put("eval", results)
         await self._board.set_phase("done")
 
@@ -80,8 +80,7 @@ class Course:
             step = (await self._board.get_all()).get("learner", {}).get("step", 0)
             if every and step // every > evaluated // every:
                 evaluated = step
-                results["latest"] = await self._evaluate(step)
-                results["history"].append(results["latest"])
+                results["history"].append(await self._evaluate(step))
                 await self._board.put("eval", results)
             await asyncio.sleep(WATCH_S)
 
@@ -94,7 +93,7 @@ class Course:
         await self._board.append_event(
             "evaluation", f"step {step}: held-out exact match {exact_match:.3f}"
         )
-        return {"step": step, "exact_match": exact_match, **result}
+        return {"step": step, **result}
 
 
 def main() -> int:

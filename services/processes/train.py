@@ -26,7 +26,7 @@ from leeway.replay.errors import LeewayError, StoreUnavailable
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.server import EmbeddedRedis
 from leeway.services import supervision
-from leeway.services.api.app import create_app, serve_in_thread
+from leeway.services.api.app import connect_app, serve_in_thread
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory, RunState
 from leeway.services.observability import Display, build_snapshot
@@ -58,7 +58,8 @@ class Training:
         self._redis: EmbeddedRedis | None = None
         self._children: dict[str, Child] = {}
         self._stop_api: Any = None
-        self._events_seen = "0-0"
+        self._events_seen = ""
+        self._last_event: str | None = None
 
     async def run(self, resume: bool) -> int:
         """Start everything, watch it, end everything."""
@@ -101,7 +102,9 @@ class Training:
         await board.set_phase("starting")
         await board.put("run", self._run_section())
         await self._replay.pause_admission(False)
-        app = create_app(url, self._run.root.name, config.replay)
+        app = connect_app(
+            url, self._run.root.name, config.replay, {"objective": config.learner.objective}
+        )
         address, self._stop_api = serve_in_thread(app, config.api.host, config.api.port)
         environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         root = str(self._run.root)
@@ -187,13 +190,11 @@ class Training:
 
     async def _write_events(self) -> str | None:
         """Copy new events to events.jsonl; returns the text of the last one."""
-        last = None
         with self._run.events.open("a") as file:
             for event in await self._board.events(self._events_seen, 100):
-                self._events_seen, last = event.event_id, event.text
-                line = {"time": event.time, "kind": event.kind, "text": event.text}
+                self._events_seen, self._last_event = event.event_id, event.text
+                line = {"time": event.time_s, "kind": event.kind, "text": event.text}
                 file.write(json.dumps(line) + "\n")
-        self._last_event = last or getattr(self, "_last_event", None)
         return self._last_event
 
     async def _sleep(self, seconds: float) -> None:

@@ -74,7 +74,7 @@ def test_a_whole_number_is_a_number(write):
         ("[learner]\nnum_steps = 0", "learner.num_steps", "a whole number of at least 1"),
         ("[learner]\nctn_raw = 1", "learner.ctn_raw", "true or false"),
         ("[learner]\nlearning_rate = inf", "learner.learning_rate", "a finite number"),
-        ('[policy]\nbackend = "x"', "policy.backend", 'one of "vllm", "torch", "scripted"'),
+        ('[policy]\nbackend = "x"', "policy.backend", 'one of "vllm", "torch"'),
         (
             "[policy]\ngpu_memory_utilization = 2.0",
             "policy.gpu_memory_utilization",
