@@ -40,7 +40,7 @@ class SearchConfig(FrozenModel):
     corpus: str = "bundled"
     """JSON-lines file of {"id", "contents"}, plain, .xz or .zst; or `bundled`."""
     retriever_url: str | None = None
-    """URL of a Search-R1 style retriever, up to and without /retrieve. None serves `corpus` by BM25."""
+    """URL of a Search-R1 style retriever, without /retrieve. None serves `corpus` by BM25."""
     top_k: int = Field(default=2, ge=1)
     """Passages returned for a query."""
     max_turns: int = Field(default=4, ge=1)
@@ -106,7 +106,9 @@ def train_file(config: DataConfig) -> Path:
 
 def held_out_file(config: DataConfig) -> Path:
     """The questions that `data.held_out` names."""
-    return bundled_dir() / "held_out.jsonl" if config.held_out == "bundled" else Path(config.held_out)
+    if config.held_out == "bundled":
+        return bundled_dir() / "held_out.jsonl"
+    return Path(config.held_out)
 
 
 def model_dir(model: str) -> Path:

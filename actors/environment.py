@@ -42,10 +42,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Environment(Protocol):
     """The rules of an episode. Holds no per-episode state: turns come in as text."""
 
-    stop: tuple[str, ...]
-    """Stop strings of a turn."""
-    observation_end: str
-    """What every observation ends with; it stays when an observation is cut to its limit."""
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Stop strings of a turn."""
+        ...
+
+    @property
+    def observation_end(self) -> str:
+        """What every observation ends with; it stays when an observation is cut to its limit."""
+        ...
 
     def prompt(self, question: Question) -> str:
         """First text of the episode."""

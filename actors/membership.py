@@ -1,7 +1,7 @@
 """An engine's side of publishing: keep its place on the policy board, follow announcements.
 
-One task per engine. What it waits for: the next announcement, for ever but in slices, so that a stop is
-noticed; everything after an announcement has that announcement's deadline.
+One task per engine. What it waits for: the next announcement, for ever but in slices, so that a
+stop is noticed; everything after an announcement has that announcement's deadline.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int]
     """Policy version that sampled each token."""
     finish: Literal["stop", "length"]
-    """`stop`: a stop string or the end-of-sequence token; `length`: max_tokens or the context ran out."""
+    """`stop`: a stop string or the end-of-sequence token; `length`: max_tokens or full context."""
 
 
 class Policy(Protocol):
@@ -62,7 +62,8 @@ def check_request(request: CompletionRequest, max_model_len: int) -> None:
 
     if request.temperature not in (0.0, 1.0):
         raise ConfigurationError(
-            f"temperature {request.temperature} would need corrected log-probs; use 1, or 0 for greedy"
+            f"temperature {request.temperature} would need corrected log-probs; "
+            "use 1, or 0 for greedy"
         )
     if not request.prompt_ids:
         raise ConfigurationError("the prompt has no token; send at least one")

@@ -1,8 +1,8 @@
-"""The Ray Serve applications: policy, retriever, rollout workers. The only file of actors that imports ray.
+"""The Ray Serve applications: policy, retriever, rollout workers. Only this file imports ray.
 
-Rollout workers call policy and retriever through Serve handles, never through the HTTP proxy, which adds
-milliseconds. A request whose replica died is sent again to another one, within a deadline: a turn is
-only appended once, so a retry repeats at most that turn.
+Rollout workers call policy and retriever through Serve handles, never through the HTTP proxy, which
+adds milliseconds. A request whose replica died is sent again to another one, within a deadline: a
+turn is only appended once, so a retry repeats at most that turn.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PolicyServer:
             before, began = self._num_tokens, now
 
     async def check_health(self) -> None:
-        """Serve restarts the replica when this raises: engine dead, weights wrong, or board task over."""
+        """Serve restarts the replica when this raises: engine dead, weights wrong, task over."""
         if self._task.done():
             self._task.result()
             raise EngineError("the engine has left the policy board")
@@ -161,7 +161,7 @@ class RetrieverServer:
 
 @serve.deployment(max_ongoing_requests=64, health_check_period_s=5)
 class RolloutServer:
-    """One rollout worker. It plays while the run's phase is `training`; evaluation is asked for by call."""
+    """One rollout worker. It plays while the run's phase is `training`; evaluation is by call."""
 
     async def __init__(
         self, spec: ActorSpec, policy: DeploymentHandle, retriever: DeploymentHandle | None

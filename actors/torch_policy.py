@@ -1,8 +1,8 @@
 """TorchPolicy: plain transformers decoding in batches, in this process.
 
-For tests, experiments and machines without vLLM. Requests that wait are decoded together, left-padded,
-with a key/value cache; weights change between two decoding steps, so running requests go on under the
-new version, as they do in the served engine.
+For tests, experiments and machines without vLLM. Requests that wait are decoded together,
+left-padded, with a key/value cache; weights change between two decoding steps, so running requests
+go on under the new version, as they do in the served engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 
@@ -81,8 +82,8 @@ class TorchPolicy:
         from transformers import AutoModelForCausalLM
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
-        return cls(loaded, Tokens.load(model), config, seed=seed, version=version)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return cls(loaded.to(device), Tokens.load(model), config, seed=seed, version=version)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn."""

@@ -1,8 +1,8 @@
 """VllmPolicy: a vLLM engine that takes weights while it generates. The only file that imports vllm.
 
 Two processes are at work. `VllmPolicy` lives in the Serve replica and drives vLLM's asynchronous
-front end; `StagedTransferEngine` lives in the engine's worker process, where `WorkerExtension` registers
-it. A publish goes through vLLM's weight-transfer interface like this:
+front end; `StagedTransferEngine` lives in the engine's worker process, where `WorkerExtension`
+registers it. A publish goes through vLLM's weight-transfer interface like this:
 
     replica                              worker
     join       -> init_weight_transfer_engine   build the process group          } generation
@@ -88,7 +88,7 @@ class VllmPolicy:
         # The salt keeps a prefix that was cached under older weights from being reused.
         prompt: Any = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._version}"}
         final = None
-        # vLLM forgets an id only after its last output; a retry must not collide with its first try.
+        # vLLM forgets an id only after its last output; a retry must not collide with it.
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
         try:
             async for output in self._engine.generate(prompt, params, request_id):
@@ -117,8 +117,8 @@ class VllmPolicy:
         )
 
     async def _single_token_stops(self, stop: tuple[str, ...]) -> list[int]:
-        # Where a stop string is one token the engine itself can end the request at once; stop strings
-        # are found in the front end, after the engine has sampled past them.
+        # Where a stop string is one token the engine itself can end the request at once; stop
+        # strings are found in the front end, after the engine has sampled past them.
         if stop not in self._stop_ids:
             tokenizer = self._engine.get_tokenizer()
             encoded = [tokenizer.encode(s, add_special_tokens=False) for s in stop]
@@ -159,8 +159,8 @@ class VllmPolicy:
     async def commit(self, version: PolicyVersion, checksum: str) -> Committed:
         """Swap the staged weights in, running requests kept. Returns the pause.
 
-        Raises ChecksumMismatch before anything changed. Any other error leaves the engine with unknown
-        weights: it must be restarted.
+        Raises ChecksumMismatch before anything changed. Any other error leaves the engine with
+        unknown weights: it must be restarted.
         """
         for problem in await self._engine.collective_rpc("leeway_check", args=(checksum,)):
             if problem:
@@ -205,7 +205,9 @@ def _set_environment(config: PolicyConfig) -> None:
 def _engine_args(model: Path, config: PolicyConfig, seed: int) -> AsyncEngineArgs:
     on_gpu = torch.cuda.is_available()
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    extra = {"gpu_memory_utilization": config.gpu_memory_utilization} if on_gpu else {}
+    extra: dict[str, Any] = (
+        {"gpu_memory_utilization": config.gpu_memory_utilization} if on_gpu else {}
+    )
     return AsyncEngineArgs(
         model=str(model),
         dtype=dtype,
@@ -262,8 +264,9 @@ class StagedTransferEngine(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         staged = self.staging.take()
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(staged.items()))
+        model: Any = self.model
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(staged.items()))
         finalize_layerwise_reload(self.model, self.model_config)
         _rebind_tied_head(self.model, self.device)
         check_in_use(self.model, staged)
@@ -300,23 +303,24 @@ class WorkerExtension:
         self._weight_update_active = False
 
 
-def _rebind_tied_head(model: torch.nn.Module, device: torch.device) -> None:
-    # CPU builds pack lm_head into a closure; with tied embeddings a reload leaves the old packed copy
-    # in use, and log-probs are off by 10 with no error.
+def _rebind_tied_head(model: Any, device: torch.device) -> None:
+    # CPU builds pack lm_head into a closure; with tied embeddings a reload leaves the old packed
+    # copy in use, and log-probs are off by 10 with no error.
     head = getattr(model, "lm_head", None)
     if device.type != "cpu" or head is None or not model.config.tie_word_embeddings:
         return
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    head.weight = model.model.embed_tokens.weight  # pyright: ignore
+    head.weight = model.model.embed_tokens.weight
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 def check_in_use(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> None:
     """Raise TransferError unless what the engine will compute with is what was staged.
 
-    Plain weights are compared bit for bit. CPU builds keep packed weights inside closures that cannot
-    be read back, so those are probed: their output for a fixed input must equal the staged weights'.
+    Plain weights are compared bit for bit. CPU builds keep packed weights inside closures that
+    cannot be read back, so those are probed: their output for a fixed input must equal the staged
+    weights'.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     unseen = set(staged)

@@ -1,7 +1,8 @@
 """Receiving weights beside a running engine: a staging area filled by a thread of its own.
 
-`StagingArea` knows torch.distributed and nothing of vLLM; the vLLM adapter and the torch policy both
-use it. Its owner calls `start_join` and `start_receive`, asks `state` until it is idle, then `take`s.
+`StagingArea` knows torch.distributed and nothing of vLLM; the vLLM adapter and the torch policy
+both use it. Its owner calls `start_join` and `start_receive`, asks `state` until it is idle, then
+`take`s.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 class StagingArea:
     """One transfer group and at most one staged version, on one device.
 
-    A single worker thread runs joins and receives; the owner's thread only ever looks at `state` and
-    takes the result, so an engine can go on generating meanwhile.
+    A single worker thread runs joins and receives; the owner's thread only ever looks at `state`
+    and takes the result, so an engine can go on generating meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +131,7 @@ class StagingArea:
         return staged
 
     def abandon(self) -> None:
-        """Forget the group and what was staged; a thread that is still running is left to time out."""
+        """Forget the group and what was staged; a thread still running is left to time out."""
         self._group, self._staged, self._error, self._thread = None, None, None, None
 
     def close(self) -> None:

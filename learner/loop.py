@@ -1,4 +1,4 @@
-"""The learner's loop: draw, train, publish, acknowledge. A page on purpose; the parts live elsewhere.
+"""The learner's loop: draw, train, publish, acknowledge. A page on purpose.
 
 wait for a batch   (replay: who is missing?)       engines generate all the while
 train one step     -> policy version v
@@ -18,7 +18,7 @@ from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease, Replay
 
 DRAW_SLICE_S = 5.0
-"""A wait for a batch is cut into slices; between them a stop is noticed and engines are caught up."""
+"""A wait for a batch is cut into slices; between them stops are noticed, engines caught up."""
 
 
 class Learning(Protocol):

@@ -19,9 +19,12 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
+
+from leeway.replay.errors import ConfigurationError
 
 Example = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Token ids, and which of them are trained; one length."""
@@ -177,12 +180,20 @@ def mean_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     return cross_entropy(logits.float(), targets)
 
 
+def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
+    """Take the weights of a saved folder of the same shape."""
+    weights = load_file(folder / "model.safetensors")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ConfigurationError(f"{folder} does not hold a model of the bundled policy's shape")
+
+
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """A Hugging Face folder in bfloat16, without generation settings."""
     import copy
 
     folder.mkdir(parents=True, exist_ok=True)
-    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(folder)
+    copy.deepcopy(model).cpu().bfloat16().save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 

@@ -1,5 +1,8 @@
 """The one place that talks to the redis library: connections, retries, scripts, exceptions."""
 
+# redis-py leaves its keyword arguments untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import functools

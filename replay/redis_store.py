@@ -1,4 +1,4 @@
-"""The replay buffer in Redis. Every operation is one Lua script; lua/common.lua holds their base.
+"""The replay buffer in Redis. Every operation is one Lua script; lua/base.lua is their base.
 
 Who waits for whom: `admit` waits for the stream `room`, which acknowledge, drop, release, expiry,
 restore, pause and (on the policy board) an engine with a newer version write to. `draw` waits for
@@ -35,7 +35,7 @@ from leeway.replay.waiting import (
 )
 from leeway.replay.wakeups import Wakeups
 
-PRELUDE: Final = ("rule", "common")
+PRELUDE: Final = ("rule", "base")
 """What every script of the buffer starts with."""
 
 RECHECK_S: Final = 1.0

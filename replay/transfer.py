@@ -1,8 +1,11 @@
 """What both ends of a weight transfer must agree on: the group, the order of bytes, the checksum.
 
-The learner sends, engines receive, and neither imports the other, so the agreement lives here. This is
-the only file of replay that imports torch.
+The learner sends, engines receive, and neither imports the other, so the agreement lives here. This
+is the only file of replay that imports torch.
 """
+
+# torch.distributed exports TCPStore without naming it in __all__.
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ BUCKET_BYTES = 64 * 2**20
 
 
 def build_store(host: str, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous of one transfer group. Port 0 lets the master take a free one (`store.port`)."""
+    """The rendezvous of one transfer group. Port 0: the master takes a free one (`store.port`)."""
     return dist.TCPStore(
         host,
         port,
@@ -40,12 +43,13 @@ def build_group(
     usable again; build a new one under a new store.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
+    # torch's stubs call both a Backend; they have every method of a ProcessGroup that is used here.
     try:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, rank, size, options)
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+            return dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportReturnType]
+        return dist.ProcessGroupGloo(store, rank, size, timeout)  # pyright: ignore[reportReturnType]
     except RuntimeError as error:
         raise TransferError(
             f"rank {rank} of {size} could not join the transfer group within {timeout_s:.0f} s: "
@@ -54,7 +58,7 @@ def build_group(
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Send (rank 0) or receive (others) one tensor; returns when this end is done with its memory."""
+    """Send (rank 0) or receive (others) one tensor; returns when this end has done with it."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
@@ -68,7 +72,7 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
 def buckets(
     manifest: Iterable[TensorSpec], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[list[TensorSpec]]:
-    """Consecutive tensors of one dtype, together at most `bucket_bytes` unless one alone is larger."""
+    """Consecutive tensors of one dtype: at most `bucket_bytes`, or one tensor that is larger."""
     bucket: list[TensorSpec] = []
     size = 0
     for spec in manifest:

@@ -1,7 +1,7 @@
-"""The learner process: replay, trainer, publisher and checkpoints behind the loop of learner/loop.py.
+"""The learner process: what the loop of learner/loop.py works with, built and wired.
 
-Rank 0 runs the loop. The other ranks follow: they wait for a batch from rank 0, train the same step,
-and end when rank 0 says so; every collective has a deadline.
+Rank 0 runs the loop. The other ranks follow: they wait for a batch from rank 0, train the same
+step, and end when rank 0 says so; every collective has a deadline.
 """
 
 from __future__ import annotations
@@ -222,6 +222,7 @@ def check_staleness(lease: Lease, max_staleness: int) -> None:
         staleness = lease.version - group.oldest_version
         if not 0 <= staleness <= max_staleness:
             raise StalenessViolation(
-                f"group {group.group_id} holds a token of version {group.oldest_version}; at learner "
-                f"version {lease.version} its staleness is {staleness} and the bound is {max_staleness}"
+                f"group {group.group_id} holds a token of version {group.oldest_version}; "
+                f"at learner version {lease.version} its staleness is {staleness} "
+                f"and the bound is {max_staleness}"
             )

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def summarise(run: RunDirectory, config: RunConfig, wall_s: float) -> Summary:
     )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Mapping[str, Any]]:
     """Lines by step; where a resumed run repeated a step, the later line counts."""
     from leeway.services.report import read_lines
 

@@ -1,7 +1,7 @@
 """Child processes of a run: started in sessions of their own, ended in order, none left behind.
 
-A child gets its own session, so that Ctrl-C in the terminal reaches only the parent, which then ends
-the children in the order it wants. Should the parent be killed, the kernel ends the children.
+A child gets its own session, so that Ctrl-C in the terminal reaches only the parent, which then
+ends the children in the order it wants. Should the parent be killed, the kernel ends the children.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Child:
         """Returns when the process is over, as an error that says how."""
         code = await self.process.wait()
         return ChildDied(
-            f"the {self.name} process ended with exit code {code}; its log is {self.log}\n{self.tail()}"
+            f"the {self.name} process ended with exit code {code}; "
+            f"its log is {self.log}\n{self.tail()}"
         )
 
     async def stop(self, grace_s: float) -> None:

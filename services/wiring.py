@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def starting_point(run: RunDirectory, config: RunConfig) -> tuple[Path, int]:
-    """The model directory to start from and its policy version: the last checkpoint, else the base."""
+    """The model directory to start from and its version: the last checkpoint, else the base."""
     from leeway.learner.checkpoint import latest
 
     checkpoint = latest(run.checkpoints)
@@ -57,7 +58,7 @@ def local_ray() -> Iterator[None]:
     import ray
 
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level="warning")
+        ray.init(logging_level=logging.WARNING)
         try:
             yield
         finally:
@@ -73,7 +74,7 @@ def local_ray() -> Iterator[None]:
             include_dashboard=False,
             object_store_memory=128 * 2**20,
             log_to_driver=True,
-            logging_level="warning",
+            logging_level=logging.WARNING,
             _temp_dir=folder,
         )
         yield

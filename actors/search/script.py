@@ -39,6 +39,8 @@ END: Final = "<|end|>"
 PAD: Final = "<|pad|>"
 PROMPT: Final = "Question: {question}\n"
 REAL_SHARE: Final = 0.1
+"""Share of episodes about real training questions. There are a thousand of them: more would be
+learned by heart instead of read."""
 TWO_HOP_SHARE: Final = 0.62
 MAX_WORDS: Final = 40
 
@@ -78,7 +80,7 @@ class CareMix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CAREFUL: Final = CareMix()
-CARELESS: Final = CareMix(early_stop=0.65, no_search=0.15, poor_query=0.15, malformed=0.07)
+CARELESS: Final = CareMix(early_stop=0.6, no_search=0.1, poor_query=0.1, malformed=0.05)
 
 
 class Segment(NamedTuple):
@@ -118,12 +120,14 @@ class Scene(NamedTuple):
     is_real: bool
 
 
-def episodes(seed: int, care: CareMix = CAREFUL) -> Iterator[Episode]:
+def episodes(
+    seed: int, care: CareMix = CAREFUL, real_share: float = REAL_SHARE
+) -> Iterator[Episode]:
     """The endless sequence of `seed`."""
     rng = random.Random(seed)
     stage = the_stage()
     while True:
-        is_real = rng.random() < REAL_SHARE
+        is_real = rng.random() < real_share
         scene = rng.choice(stage.real) if is_real else stage.synthetic(rng)
         episode = play(scene, care, rng)
         text = " ".join(segment.text for segment in episode.segments)

@@ -1,1 +1,1 @@
-
+"""Publishing: from the learner's parameters to every engine."""

@@ -9,9 +9,9 @@
     confirm: wait for `committed`,
     compare checksums, evict who differs
 
-`publish` returns after the broadcast, so that the learner trains on while engines commit; `confirm` is
-called before the next publish and at the end. A failure or a change of membership makes a new numbered
-group; whoever misses a deadline is left out of it.
+`publish` returns after the broadcast, so that the learner trains on while engines commit; `confirm`
+is called before the next publish and at the end. A failure or a change of membership makes a new
+numbered group; whoever misses a deadline is left out of it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-
+"""The scripts that Redis runs, read by replay/connection.py."""

@@ -2,8 +2,8 @@
 
     starting -> evaluating-before -> training -> evaluating-after -> done
 
-It moves the phase from `starting` to `training`; the learner ends `training`; workers start and stop
-themselves by the phase they read. Run as `python -m leeway.services.processes.serve RUN_DIR`.
+It moves the phase from `starting` to `training`; the learner ends `training`; workers start and
+stop themselves by the phase they read. Run as `python -m leeway.services.processes.serve RUN_DIR`.
 """
 
 from __future__ import annotations

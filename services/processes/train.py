@@ -106,7 +106,12 @@ class Training:
             url, self._run.root.name, config.replay, {"objective": config.learner.objective}
         )
         address, self._stop_api = serve_in_thread(app, config.api.host, config.api.port)
-        environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        # Engine and learner share the cores: a thread that waits must not spin.
+        environment = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
         root = str(self._run.root)
         self._children["serve"] = await supervision.start(
             "serve", ["leeway.services.processes.serve", root], self._run.log("serve"), environment

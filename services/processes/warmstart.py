@@ -37,6 +37,7 @@ from leeway.actors.search.script import (
     CARELESS,
     END,
     PAD,
+    REAL_SHARE,
     CareMix,
     Episode,
     episodes,
@@ -74,6 +75,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=0, help="0 only judges the folder")
     parser.add_argument("--batch", type=int, default=256, help="episodes of a step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--init", type=Path, help="model folder to go on from; else fresh weights")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the schedule")
+    parser.add_argument(
+        "--real-share", type=float, default=REAL_SHARE, help="share of real training questions"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--mix", choices=["careless", "careful"], default="careless")
     parser.add_argument(
@@ -100,16 +106,22 @@ def train_policy(options: argparse.Namespace, device: str) -> None:
     from leeway.learner import warmstart as learner
 
     config = learner.WarmstartConfig(
-        num_steps=options.steps, batch_size=options.batch, seed=options.seed
+        num_steps=options.steps,
+        batch_size=options.batch,
+        seed=options.seed,
+        learning_rate=options.learning_rate,
     )
     mix = care_mix(options.mix, options.care)
     tokenizer = bundled_tokenizer()
     pad_id, end_id = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
     # The workers are forked before anything touches the device: CUDA does not survive a fork.
-    with EpisodeWorkers(options.seed, mix, options.workers or (os.cpu_count() or 1)) as workers:
+    num_workers = options.workers or (os.cpu_count() or 1)
+    with EpisodeWorkers(options.seed, mix, options.real_share, num_workers) as workers:
         model = learner.build_model(tokenizer.get_vocab_size(), end_id, pad_id, options.seed)
+        if options.init:
+            learner.load_weights(model, options.init)
         print(f"{model.num_parameters():,} parameters, {device}, {mix}", flush=True)
-        model.to(device)
+        model.to(device)  # pyright: ignore[reportArgumentType]  (transformers wraps Module.to)
         clock = learner.Clock()
 
         def on_step(step: int, loss: float) -> None:
@@ -167,10 +179,10 @@ def packed(chunk: list[Episode], tokenizer: Any) -> Packed:
     return Packed(ids, is_trained, np.cumsum(lengths)[last_segment])
 
 
-def make_episodes(seed: int, mix: CareMix, outbox: Any) -> None:
+def make_episodes(seed: int, mix: CareMix, real_share: float, outbox: Any) -> None:
     """Body of a worker process: fills its outbox until it is ended."""
     tokenizer = bundled_tokenizer()
-    source = episodes(seed, mix)
+    source = episodes(seed, mix, real_share)
     while True:
         outbox.put(tuple(packed(list(itertools.islice(source, CHUNK)), tokenizer)))
 
@@ -178,12 +190,14 @@ def make_episodes(seed: int, mix: CareMix, outbox: Any) -> None:
 class EpisodeWorkers:
     """Worker processes with an outbox each, read in turn: the order does not depend on speed."""
 
-    def __init__(self, seed: int, mix: CareMix, num_workers: int) -> None:
+    def __init__(self, seed: int, mix: CareMix, real_share: float, num_workers: int) -> None:
         the_stage()  # read once here; the forked workers share it
         context = multiprocessing.get_context("fork")
         self._outboxes = [context.Queue(4) for _ in range(num_workers)]
         self._processes = [
-            context.Process(target=make_episodes, args=(seed * 1000 + i, mix, box), daemon=True)
+            context.Process(
+                target=make_episodes, args=(seed * 1000 + i, mix, real_share, box), daemon=True
+            )
             for i, box in enumerate(self._outboxes)
         ]
 
@@ -231,9 +245,8 @@ class Judge:
         from transformers import AutoModelForCausalLM
 
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model: Any = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model = model.to(device).eval()
         self.tokenizer = bundled_tokenizer()
         self.index = BundledIndex(load_passages())
         self.rules = SearchConfig()

@@ -115,7 +115,7 @@ def test_run_names_that_would_break_the_hash_tag_are_refused():
 
 
 def test_scripts_see_their_keys_by_name():
-    source = script_source("drop", ReplayKeys._fields, ("common",))
+    source = script_source("drop", ReplayKeys._fields, ("base",))
     assert source.startswith("local key = {state = KEYS[1], dropped = KEYS[2], slots = KEYS[3]")
 
 

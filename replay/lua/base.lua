@@ -1,5 +1,5 @@
 -- What every script starts with. `key` (name -> Redis key) and `arg` (named arguments) are defined
--- above, by scripts.py. Every script calls reclaim() first, so expired slots and leases come back
+-- above, by connection.py. Every script calls reclaim() first, so expired slots and leases come back
 -- with whichever call happens next.
 
 -- Needed on Redis 6, where a script may not write after TIME otherwise; gone from later servers.

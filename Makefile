@@ -1,0 +1,64 @@
+# Everything runs from a clean clone with no environment active; only `setup` needs the network.
+PYTHON ?= python3
+VENV ?= .venv
+# Where pip finds a CPU build of torch, should its own index have none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMP := $(VENV)/.leeway-installed
+TORCH = $(shell grep '^torch==' requirements/cpu.txt)+cpu
+LIGHT := tests/architecture tests/unit tests/contract
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test quick lint format types links requirements clean
+
+help:  ## Say what there is.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Install everything into .venv (PYTHON=python3.12 picks another Python).
+
+demo: setup  ## Train a search agent on this machine's CPU and watch it learn.
+	$(BIN)/leeway train deploy/configs/demo.toml
+
+test: setup lint types  ## Check everything, vLLM and Ray included; what CI runs.
+	$(BIN)/python -m pytest -m "not gpu"
+
+quick: setup lint  ## Check what needs neither vLLM nor Ray.
+	$(BIN)/python -m pytest -q -m "not gpu and not vllm and not ray" $(LIGHT)
+
+lint: setup  ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## Format, and repair what style can repair by itself.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup links  ## Check types.
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+# The parts lie beside each other; a type checker wants to see them inside a folder named leeway.
+links:
+	@mkdir -p build/typing/leeway
+	@for part in actors learner replay services; do ln -sfn ../../../$$part build/typing/leeway/$$part; done
+
+requirements: setup  ## Write requirements/cpu.txt again from pyproject.toml and what is installed.
+	$(BIN)/python requirements/generate.py
+
+clean:  ## Remove what builds and tests leave; .venv and runs stay.
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+		|| { echo "Leeway needs Python 3.11 or 3.12: make setup PYTHON=python3.11"; exit 1; }
+	@echo "Installing into $(VENV): three minutes or more, 4 GB."
+	$(PYTHON) -m venv $(VENV)
+	@# The index's own torch may be built for CUDA, whose libraries the list leaves out.
+	@$(PIP) install --no-deps $(TORCH) 2>/dev/null \
+		|| $(PIP) install --no-deps --index-url $(TORCH_INDEX) $(TORCH) \
+		|| echo "No CPU build of torch here or on $(TORCH_INDEX): taking the index's own."
+	$(PIP) install --no-deps -r requirements/cpu.txt
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@

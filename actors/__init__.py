@@ -1,0 +1,1 @@
+"""The acting side: policies, environments, and the workers that roll out groups."""

@@ -1,0 +1,1 @@
+"""The learning side: objective, trainer, checkpoints, and the publishing of weights."""

@@ -1,0 +1,1 @@
+"""What actors and learner agree on: schema, replay buffer, staleness, policy board, transfer."""

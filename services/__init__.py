@@ -1,0 +1,1 @@
+"""What makes a run of the parts: command, configuration, processes, REST, reports."""

@@ -1,0 +1,1 @@
+"""Experiments on one process: the loop without servers."""

@@ -1,0 +1,101 @@
+"""Imports point down, and each outside library has its place."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("actors", "learner", "replay", "services")
+FILES = sorted(file.relative_to(ROOT) for part in PARTS for file in (ROOT / part).rglob("*.py"))
+
+BELOW = {
+    "replay": {"replay"},
+    "actors": {"actors", "replay"},
+    "learner": {"learner", "replay"},
+    "services": {"actors", "learner", "replay", "services"},
+}
+ANYWHERE = {"msgspec", "numpy", "pydantic", "tenacity"}
+PLACES = {
+    "Stemmer": ["actors/search/index.py"],
+    "bm25s": ["actors/search/index.py"],
+    "fastapi": ["actors/search/retriever_app.py", "services/api/*"],
+    "httpx": ["actors/search/retriever.py", "services/cli.py"],
+    "matplotlib": ["services/report_plots.py"],
+    "prometheus_client": ["services/api/metrics.py"],
+    "psutil": ["services/supervision.py"],
+    "pydantic_core": ["services/config_text.py"],
+    "ray": ["actors/serve_app.py", "services/wiring.py"],
+    "redis": ["replay/connection.py"],
+    "rich": ["services/*"],
+    "safetensors": ["learner/*"],
+    "starlette": ["services/api/*"],
+    "tokenizers": ["actors/*", "services/processes/warmstart.py"],
+    "torch": [
+        "actors/*_policy.py",
+        "actors/serve_app.py",
+        "actors/weight_receiver.py",
+        "learner/*",
+        "replay/transfer.py",
+        "services/experiments/*",
+        "services/learning.py",
+        "services/processes/warmstart.py",
+    ],
+    "transformers": ["actors/*", "learner/*", "services/processes/warmstart.py"],
+    "typer": ["services/cli.py"],
+    "uvicorn": ["services/api/*"],
+    "vllm": ["actors/vllm_policy.py"],
+    "zstandard": ["actors/search/documents.py", "replay/codec.py"],
+}
+VAGUE = {"common", "core", "helpers", "misc", "shared", "tools", "util", "utils"}
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names that a file imports, inside functions too; type-stub modules left out."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{file}: relative import"
+            # `from leeway import replay` counts as leeway.replay.
+            bare = node.module == "leeway"
+            yield from (f"leeway.{alias.name}" for alias in node.names) if bare else [node.module]
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_imports_point_down(file: Path):
+    allowed = BELOW[file.parts[0]]
+    parts = {name.split(".")[1] for name in imports(file) if name.startswith("leeway.")}
+    assert parts <= allowed, f"{file} may import from {sorted(allowed)} only"
+
+
+def test_each_outside_library_is_imported_only_where_it_belongs():
+    strays = [
+        f"{file} imports {library}"
+        for file in FILES
+        for library in {name.partition(".")[0] for name in imports(file)}
+        if library not in sys.stdlib_module_names | ANYWHERE | {"leeway", "_typeshed"}
+        and not any(fnmatch(file.as_posix(), place) for place in PLACES.get(library, []))
+    ]
+    assert strays == []
+
+
+def test_a_part_is_never_imported_by_its_bare_name():
+    tests = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("*.py")]
+    roots = {file: {name.partition(".")[0] for name in imports(file)} for file in FILES + tests}
+    assert [file for file, names in roots.items() if names & set(PARTS)] == []
+
+
+def test_nothing_is_pickled():
+    pickles = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+    assert [file for file in FILES if pickles & set(imports(file))] == []
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    files = [file for part in PARTS for file in (ROOT / part).rglob("*")]
+    assert [file for file in files if file.stem in VAGUE] == []

