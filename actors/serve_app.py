@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ RETRY_S = 120.0
 """A turn is retried on other replicas for this long: an engine takes up to 50 s to start again."""
 SNAPSHOT_S = 1.0
 """Seconds between two looks at the phase, and between two snapshots on the run board."""
+RECENT_SNAPSHOTS = 30
+"""Snapshots over which a worker's share of waiting is reported."""
 
 
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +179,7 @@ class RolloutServer:
         self._retriever = build_retriever(spec.search, retriever)
         self._worker = await self._build_worker(HandlePolicy(policy))
         self._playing: asyncio.Task[None] | None = None
+        self._waited: deque[tuple[float, float]] = deque(maxlen=RECENT_SNAPSHOTS)
         self._task = asyncio.create_task(self._follow_phase())
 
     async def _build_worker(self, policy: HandlePolicy) -> RolloutWorker:
@@ -218,8 +222,15 @@ class RolloutServer:
             if self._playing is not None and self._playing.done():
                 await self._board.append_event("rollout", f"{self.worker_id} ended")
                 self._playing.result()
-            await self._board.put(self._section, msgspec.to_builtins(self._worker.snapshot()))
+            await self._put_snapshot()
             await asyncio.sleep(SNAPSHOT_S)
+
+    async def _put_snapshot(self) -> None:
+        snapshot = msgspec.to_builtins(self._worker.snapshot(), str_keys=True)
+        self._waited.append((time.monotonic(), snapshot["wait_admission_s"]))
+        (began, before), (now, after) = self._waited[0], self._waited[-1]
+        share = (after - before) / (now - began) if now > began else None
+        await self._board.put(self._section, {**snapshot, "wait_share": share})
 
     async def _stop_playing(self) -> None:
         assert self._playing is not None
@@ -250,7 +261,7 @@ class RolloutServer:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._playing is not None:
             await self._stop_playing()
-        await self._board.put(self._section, msgspec.to_builtins(self._worker.snapshot()))
+        await self._put_snapshot()
         for client in (self._replay, self._policies, self._board, self._retriever):
             await client.close()
 

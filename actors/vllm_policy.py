@@ -200,13 +200,20 @@ def _set_environment(config: PolicyConfig) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+        # The sampler's small kernels would be compiled at the first batch, for 20 s.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        # vLLM refuses the single-process executor on CPUs unless this is off. Its multi-process one
+        # keeps a second process that spins while it waits: 15 % slower here, and a core gone.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def _engine_args(model: Path, config: PolicyConfig, seed: int) -> AsyncEngineArgs:
     on_gpu = torch.cuda.is_available()
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     extra: dict[str, Any] = (
-        {"gpu_memory_utilization": config.gpu_memory_utilization} if on_gpu else {}
+        {"gpu_memory_utilization": config.gpu_memory_utilization}
+        if on_gpu
+        else {"distributed_executor_backend": "uni"}
     )
     return AsyncEngineArgs(
         model=str(model),

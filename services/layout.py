@@ -5,6 +5,7 @@ runs/demo-20261127-143000/
 ├── run.json         RunState: processes, addresses (what `status` and `--resume` read)
 ├── redis_url        the Redis URL with its password, mode 0600
 ├── metrics.jsonl    one line per optimizer step
+├── publishes.jsonl one line per published version
 ├── events.jsonl     one line per event
 ├── eval.json        held-out evaluations and sample transcripts
 ├── summary.json     the final numbers; written last, so a run that has it has ended
@@ -67,6 +68,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def publishes(self) -> Path:
+        return self.root / "publishes.jsonl"
 
     @property
     def events(self) -> Path:

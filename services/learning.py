@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from leeway.services.layout import RunDirectory
 
 log = logging.getLogger(__name__)
 
+RECENT_STEPS = 10
+"""Steps over which the share of waiting is reported."""
 EPOCH_S = 60.0
 """Added to the draw deadline: how long ranks wait for rank 0 between two batches."""
 
@@ -53,8 +56,7 @@ class LearnerProcess:
         self._stop = False
         self._metrics: StepMetrics | None = None
         self._max_staleness_seen = 0
-        self._idle_s = 0.0
-        self._began = time.monotonic()
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._checkpointed = -1
         self.num_steps = learner.num_steps
         self.draw_timeout_s = learner.draw_timeout_s
@@ -99,12 +101,7 @@ class LearnerProcess:
         self._publisher = Publisher(policies, self._world.device, timeout_s)
         try:
             await self._publisher.resume()
-            dropped = await replay.restore_version(self.version)
-            if dropped:
-                await self._board.append_event(
-                    "learner",
-                    f"resumed at version {self.version}; {dropped} groups of lost versions",
-                )
+            await self._restore(replay)
             await loop.run(self, replay)
             self.save()
             await self._board.set_phase("evaluating-after")
@@ -116,6 +113,17 @@ class LearnerProcess:
             await replay.close()
             await policies.close()
             await self._board.close()
+
+    async def _restore(self, replay: RedisReplay) -> None:
+        """Bring buffer and engines to this learner's version before anything is admitted."""
+        await replay.pause_admission(True)
+        dropped = await replay.restore_version(self.version)
+        if dropped:
+            await self._board.append_event(
+                "learner", f"resumed at version {self.version}; {dropped} groups of lost versions"
+            )
+        await self.catch_up()
+        await replay.pause_admission(False)
 
     async def stop_requested(self) -> bool:
         """By signal or through the run board."""
@@ -138,19 +146,27 @@ class LearnerProcess:
         await self._publisher.publish(self.version, self._weights())
 
     async def catch_up(self) -> None:
-        """While waiting for data: engines that started with older weights get the current ones."""
-        behind = [e for e in await self._policies.engines() if e.version < self.version]
-        if behind:
-            await self._publisher.confirm()
-            behind = [e for e in await self._policies.engines() if e.version < self.version]
-        if behind:
-            log.info("catching up %s to version %d", [e.engine_id for e in behind], self.version)
+        """While waiting for data: engines that hold another version get the current one.
+
+        They started with older weights, or hold versions that were lost with a crash.
+        """
+        if await self._engines_elsewhere():
+            await self.confirm()
+        elsewhere = await self._engines_elsewhere()
+        if elsewhere:
+            log.info("bringing %s to version %d", elsewhere, self.version)
             await self.publish()
-            await self._publisher.confirm()
+            await self.confirm()
+
+    async def _engines_elsewhere(self) -> list[str]:
+        return [e.engine_id for e in await self._policies.engines() if e.version != self.version]
 
     async def confirm(self) -> Published | None:
         """Wait until the version before is in use; evictions become events."""
         published = await self._publisher.confirm()
+        if published is not None:
+            with self._run.publishes.open("a") as file:
+                file.write(msgspec.json.encode(published).decode() + "\n")
         for engine_id, reason in (published.evicted if published else {}).items():
             await self._board.append_event("publish", f"{engine_id} was evicted: {reason}")
         return published
@@ -159,7 +175,7 @@ class LearnerProcess:
         """Metrics to disk and board; a checkpoint when it is due."""
         assert self._metrics is not None
         metrics = self._metrics.as_dict()
-        self._idle_s += wait_s
+        self._recent.append((wait_s, metrics["seconds"]))
         self._max_staleness_seen = max(self._max_staleness_seen, int(metrics["staleness_max"]))
         line = {"step": self.version, "time": time.time(), "wait_s": wait_s, **metrics}
         if published is not None:
@@ -178,7 +194,7 @@ class LearnerProcess:
             "step": self.version,
             "version": self.version,
             "metrics": dict(metrics),
-            "idle_share": self._idle_s / (time.monotonic() - self._began),
+            "idle_share": sum(w for w, _ in self._recent) / sum(w + s for w, s in self._recent),
             "tokens_per_s": metrics["num_tokens_trained"] / seconds,
             "max_staleness_seen": self._max_staleness_seen,
         }

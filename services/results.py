@@ -66,17 +66,20 @@ def export_model(checkpoint: Path, model: Path) -> None:
 
 
 def summarise(run: RunDirectory, config: RunConfig, wall_s: float) -> Summary:
-    """Read metrics.jsonl and eval.json."""
+    """Read metrics.jsonl, publishes.jsonl and eval.json."""
+    from leeway.services.report import read_lines
+
     steps = read_metrics(run.metrics)
     evals: dict[str, Any] = json.loads(run.eval.read_text()) if run.eval.exists() else {}
-    pauses = [pause for line in steps for pause in line.get("pause_ms", [])]
+    publishes = [line for line in read_lines(run.publishes) if line["num_engines"]]
+    pauses = [pause * 1e3 for line in publishes for pause in line["pause_s"]]
     return Summary(
         exact_match_before=_exact_match(evals.get("before")),
         exact_match_after=_exact_match(evals.get("after")),
         wall_s=round(wall_s, 1),
         steps=max((int(line["step"]) for line in steps), default=0),
         max_staleness_seen=int(max((line["staleness_max"] for line in steps), default=0)),
-        publishes=sum(1 for line in steps if line.get("pause_ms")),
+        publishes=len(publishes),
         pause_ms_p50=round(statistics.median(pauses), 2) if pauses else None,
         objective=config.learner.objective,
         max_staleness=config.replay.max_staleness,

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from leeway.replay.store import ReplayStats
 
 Section = Mapping[str, Any]
+
+SILENT_S: Final = 15.0
+"""Engines and workers write every second; one that is silent for longer is gone."""
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +94,7 @@ class ReplayView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitsView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who waits for whom, as shares of the time since the run started to train."""
+    """Who waits for whom, as shares of the last half minute or so."""
 
     learner_for_data: float | None = None
     rollouts_for_room: float | None = None
@@ -139,11 +142,12 @@ def build_snapshot(
     policy:ENGINE_ID   {version, pause_ms, transfer_ms, tokens_per_s}
     eval     {before, after, history: [...]}, each {step, scores: {exact_match, ...}, ...}
     """
-    sections = gathered(sections)
+    now = now or time.time()
+    sections = gathered(sections, now)
     run, learner = sections.get("run", {}), sections.get("learner", {})
     metrics = _mapping(learner.get("metrics"))
     started_at = run.get("started_at")
-    elapsed_s = max(0.0, (now or time.time()) - started_at) if started_at else 0.0
+    elapsed_s = max(0.0, now - started_at) if started_at else 0.0
     engines = _engines(sections.get("policy", {}))
     rates = [engine.tokens_per_s for engine in engines if engine.tokens_per_s is not None]
     return Snapshot(
@@ -166,19 +170,22 @@ def build_snapshot(
             bound=run.get("bound"),
         ),
         replay=_replay(stats) if stats else None,
-        waits=_waits(sections, stats, elapsed_s),
+        waits=_waits(sections),
         eval=_eval(sections.get("eval", {})),
     )
 
 
-def gathered(sections: Mapping[str, Section]) -> dict[str, Section]:
+def gathered(sections: Mapping[str, Section], now: float) -> dict[str, Section]:
     """Members that write a section of their own, brought together under one name.
 
     {"policy:engine-1": {...}, "policy:engine-2": {...}} -> {"policy": {"engine-1": {...}, ...}}
+    A member that has not written for SILENT_S is gone and left out.
     """
     together: dict[str, dict[str, Any]] = {}
     for name, section in sections.items():
         part, colon, member = name.partition(":")
+        if colon and now - section.get("updated_at", now) > SILENT_S:
+            continue
         if colon:
             together.setdefault(part, {})[member] = section
         else:
@@ -238,20 +245,15 @@ def _replay(stats: ReplayStats) -> ReplayView:
     )
 
 
-def _waits(
-    sections: Mapping[str, Section], stats: ReplayStats | None, elapsed_s: float
-) -> WaitsView:
-    """The learner's own share where it reports one; else seconds waited over seconds elapsed.
+def _waits(sections: Mapping[str, Section]) -> WaitsView:
+    """Shares of the last half minute or so, as learner and rollout workers report them.
 
-    Two workers that waited 30 s together in a run of 100 s: rollouts wait for room 15 %.
+    Workers that waited 20 % and 40 % of it: rollouts wait for room 30 %.
     """
     learner_share = sections.get("learner", {}).get("idle_share")
-    rollout_share = None
-    if stats is not None and elapsed_s > 0:
-        num_workers = max(1, len(list(_members(sections.get("rollout", {})))))
-        rollout_share = min(1.0, stats.wait_room_s / num_workers / elapsed_s)
-        if learner_share is None:
-            learner_share = min(1.0, stats.wait_data_s / elapsed_s)
+    workers = _members(sections.get("rollout", {}))
+    shares = [s for _, w in workers if (s := w.get("wait_share")) is not None]
+    rollout_share = sum(shares) / len(shares) if shares else None
     return WaitsView(
         learner_for_data=learner_share,
         rollouts_for_room=rollout_share,

@@ -15,7 +15,7 @@ from leeway.services.observability import Display, progress_line, render
 from leeway.services.snapshot import RunView, Snapshot, build_snapshot
 
 
-def stats(wait_room_s: float = 0.0, wait_data_s: float = 0.0) -> ReplayStats:
+def stats() -> ReplayStats:
     return ReplayStats(
         learner_version=PolicyVersion(3),
         num_slots=16,
@@ -31,8 +31,8 @@ def stats(wait_room_s: float = 0.0, wait_data_s: float = 0.0) -> ReplayStats:
         num_leases_expired=0,
         dropped={"retriever": 2},
         outstanding={3: 1},
-        wait_room_s=wait_room_s,
-        wait_data_s=wait_data_s,
+        wait_room_s=0.0,
+        wait_data_s=0.0,
     )
 
 
@@ -81,20 +81,23 @@ def test_generated_tokens_are_summed_over_engines():
     assert build_snapshot(FULL, None).generated_tokens_per_s == 3012
 
 
-def test_workers_that_waited_15_s_each_of_100_s_wait_15_percent():
-    waits = build_snapshot(FULL, stats(wait_room_s=30.0), now=200.0).waits
-    assert waits.rollouts_for_room == pytest.approx(0.15)
+def test_rollouts_wait_as_long_as_their_workers_do_on_average():
+    sections = {"rollout:w-0": {"wait_share": 0.2}, "rollout:w-1": {"wait_share": 0.4}}
+    assert build_snapshot(sections, None).waits.rollouts_for_room == pytest.approx(0.3)
 
 
-def test_the_learner_share_falls_back_to_the_buffer_s_seconds():
-    sections = {"run": FULL["run"]}
-    waits = build_snapshot(sections, stats(wait_data_s=25.0), now=200.0).waits
-    assert waits.learner_for_data == pytest.approx(0.25)
+def test_a_member_that_has_been_silent_for_a_while_is_left_out():
+    sections = {
+        "policy:old": {"version": 3, "updated_at": 100.0},
+        "policy:new": {"version": 5, "updated_at": 190.0},
+    }
+    engines = build_snapshot(sections, None, now=200.0).engines
+    assert [engine.engine_id for engine in engines] == ["new"]
 
 
 def test_who_waits_is_said_longest_first_and_short_waits_are_not():
-    snapshot = build_snapshot(FULL, stats(wait_room_s=6.0), now=200.0)
-    assert snapshot.waits.sentence == (
+    sections = {"learner": {"idle_share": 0.41}, "rollout:w-0": {"wait_share": 0.03}}
+    assert build_snapshot(sections, None).waits.sentence == (
         "learner waits for rollouts 41 %, rollouts wait for the learner 3 %"
     )
     assert build_snapshot({"learner": {"idle_share": 0.01}}, None).waits.sentence == "nobody waits"
