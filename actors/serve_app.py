@@ -54,6 +54,10 @@ RETRY_S = 120.0
 """A turn is retried on other replicas for this long: an engine takes up to 50 s to start again."""
 SNAPSHOT_S = 1.0
 """Seconds between two looks at the phase, and between two snapshots on the run board."""
+READY_POLL_S = 0.5
+DRAIN_S = 0.1
+"""How often a replica that is to end looks whether a request is still with it; Serve's own two
+seconds, one replica after another, would be most of the time that a run takes to end."""
 RECENT_SNAPSHOTS = 30
 """Snapshots over which a worker's share of waiting is reported."""
 
@@ -74,7 +78,12 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
     replay: ReplayConfig
 
 
-@serve.deployment(max_ongoing_requests=1024, health_check_period_s=10, health_check_timeout_s=30)
+@serve.deployment(
+    max_ongoing_requests=1024,
+    health_check_period_s=10,
+    health_check_timeout_s=30,
+    graceful_shutdown_wait_loop_s=DRAIN_S,
+)
 class PolicyServer:
     """One engine behind a handle, its place on the policy board kept by a task of its own."""
 
@@ -150,7 +159,7 @@ async def start_policy(spec: ActorSpec) -> Any:
     return await TorchPolicy.start(Path(spec.model), spec.policy, seed=spec.seed, version=version)
 
 
-@serve.deployment(max_ongoing_requests=1024)
+@serve.deployment(max_ongoing_requests=1024, graceful_shutdown_wait_loop_s=DRAIN_S)
 class RetrieverServer:
     """BM25 over the corpus, in a replica of its own."""
 
@@ -162,7 +171,9 @@ class RetrieverServer:
         return await self._retriever.search(query, top_k)
 
 
-@serve.deployment(max_ongoing_requests=64, health_check_period_s=5)
+@serve.deployment(
+    max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_wait_loop_s=DRAIN_S
+)
 class RolloutServer:
     """One rollout worker. It plays while the run's phase is `training`; evaluation is by call."""
 
@@ -339,12 +350,26 @@ class Deployed(msgspec.Struct, frozen=True):
     rollout: Any
 
 
-def deploy(spec: ActorSpec) -> Deployed:
+async def deploy(spec: ActorSpec) -> Deployed:
     """Start the applications and wait until every replica is ready; Ray must be up.
 
-    Engines load for up to policy.start_timeout_s; retriever and workers start beside them.
+    Raises EngineError when a replica fails to start, or is not ready in policy.start_timeout_s. To
+    cancel it ends the wait; the applications are then taken down with `undeploy`.
     """
     began = time.monotonic()
+    await asyncio.to_thread(_start_applications, spec)
+    while waiting := await asyncio.to_thread(_not_ready):
+        if time.monotonic() - began > spec.policy.start_timeout_s:
+            raise EngineError(
+                f"{', '.join(waiting)} not ready within policy.start_timeout_s = "
+                f"{spec.policy.start_timeout_s:g}; raise it, or see why in the log"
+            )
+        await asyncio.sleep(READY_POLL_S)
+    log.info("applications ready after %.0f s", time.monotonic() - began)
+    return Deployed(serve.get_app_handle("policy"), serve.get_app_handle("rollout"))
+
+
+def _start_applications(spec: ActorSpec) -> None:
     serve.start(proxy_location="Disabled")
     policy = PolicyServer.options(
         num_replicas=spec.policy.num_replicas, ray_actor_options=_resources(spec.policy)
@@ -353,7 +378,7 @@ def deploy(spec: ActorSpec) -> Deployed:
     if spec.search.retriever_url is None:
         retriever = RetrieverServer.options(ray_actor_options={"num_cpus": 0}).bind(spec)
         targets.append(serve.RunTarget(retriever, name="retriever", route_prefix=None))
-    serve.run_many(targets)
+    serve.run_many(targets, wait_for_applications_running=False)
     rollout = RolloutServer.options(
         num_replicas=spec.rollout.num_workers, ray_actor_options={"num_cpus": 0}
     ).bind(
@@ -361,9 +386,21 @@ def deploy(spec: ActorSpec) -> Deployed:
         serve.get_app_handle("policy"),
         serve.get_app_handle("retriever") if spec.search.retriever_url is None else None,
     )
-    serve.run(rollout, name="rollout", route_prefix=None)
-    log.info("applications ready after %.0f s", time.monotonic() - began)
-    return Deployed(serve.get_app_handle("policy"), serve.get_app_handle("rollout"))
+    serve.run_many(
+        [serve.RunTarget(rollout, name="rollout", route_prefix=None)],
+        wait_for_applications_running=False,
+    )
+
+
+def _not_ready() -> list[str]:
+    """Applications that are still starting. Raises EngineError for one that cannot."""
+    applications = serve.status().applications
+    for name, application in applications.items():
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            messages = [d.message for d in application.deployments.values() if d.message]
+            reason = _cause(RuntimeError(messages[0] if messages else application.message))
+            raise EngineError(f"the application {name} did not start: {reason}")
+    return [name for name, application in applications.items() if application.status != "RUNNING"]
 
 
 def undeploy() -> None:

@@ -213,7 +213,8 @@ def _engine_args(model: Path, config: PolicyConfig, seed: int) -> AsyncEngineArg
     extra: dict[str, Any] = (
         {"gpu_memory_utilization": config.gpu_memory_utilization}
         if on_gpu
-        else {"distributed_executor_backend": "uni"}
+        # Small blocks: siblings share prompts, and a turn's prompt is the turn before it.
+        else {"distributed_executor_backend": "uni", "block_size": 32}
     )
     return AsyncEngineArgs(
         model=str(model),

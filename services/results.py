@@ -67,11 +67,9 @@ def export_model(checkpoint: Path, model: Path) -> None:
 
 def summarise(run: RunDirectory, config: RunConfig, wall_s: float) -> Summary:
     """Read metrics.jsonl, publishes.jsonl and eval.json."""
-    from leeway.services.report import read_lines
-
     steps = read_metrics(run.metrics)
     evals: dict[str, Any] = json.loads(run.eval.read_text()) if run.eval.exists() else {}
-    publishes = [line for line in read_lines(run.publishes) if line["num_engines"]]
+    publishes = [line for line in _read_publishes(run.publishes) if line["num_engines"]]
     pauses = [pause * 1e3 for line in publishes for pause in line["pause_s"]]
     return Summary(
         exact_match_before=_exact_match(evals.get("before")),
@@ -79,7 +77,7 @@ def summarise(run: RunDirectory, config: RunConfig, wall_s: float) -> Summary:
         wall_s=round(wall_s, 1),
         steps=max((int(line["step"]) for line in steps), default=0),
         max_staleness_seen=int(max((line["staleness_max"] for line in steps), default=0)),
-        publishes=len(publishes),
+        publishes=len({line["version"] for line in publishes}),
         pause_ms_p50=round(statistics.median(pauses), 2) if pauses else None,
         objective=config.learner.objective,
         max_staleness=config.replay.max_staleness,
@@ -95,6 +93,13 @@ def read_metrics(path: Path) -> list[Mapping[str, Any]]:
     return [line for _, line in sorted({int(line["step"]): line for line in lines}.items())]
 
 
+def _read_publishes(path: Path) -> list[Mapping[str, Any]]:
+    """One line per publish; an engine that came late makes a version be published again."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
 def _exact_match(entry: dict[str, Any] | None) -> float | None:
     return None if not entry else round(float(entry["scores"]["exact_match"]), 4)
 
@@ -106,11 +111,14 @@ def _print(run: RunDirectory, summary: Summary, console: Console) -> None:
             f"\nheld-out exact match {summary.exact_match_before:.3f} -> "
             f"[bold]{summary.exact_match_after:.3f}[/] in {summary.wall_s:.0f} s, "
             f"{summary.steps} steps, staleness at most {summary.max_staleness_seen} "
-            f"of {summary.max_staleness}"
+            f"of {summary.max_staleness}",
+            soft_wrap=True,
         )
     console.print(
         f"model    {root / 'model'}   (transformers loads it)\n"
         f"metrics  {root / 'metrics.jsonl'}\n"
         f"report   {root / 'report.html'}   (open it in a browser)\n"
-        f"next     leeway train --resume {root} --set learner.num_steps={summary.steps * 2}"
+        f"next     leeway train --resume {root} --set learner.num_steps={summary.steps * 2}",
+        soft_wrap=True,  # a command that is broken over two lines cannot be copied
+        highlight=False,
     )

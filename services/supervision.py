@@ -2,6 +2,8 @@
 
 A child gets its own session, so that Ctrl-C in the terminal reaches only the parent, which then
 ends the children in the order it wants. Should the parent be killed, the kernel ends the children.
+Should a child be killed, what it had started becomes the parent's own (`adopt_orphans`) and is ended
+with it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,10 +23,18 @@ import psutil
 from leeway.replay.errors import LeewayError
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+_CAUSE = re.compile(
+    r"(?:[a-z_]\w*\.)+(?P<ours>[A-Z]\w+: .+)"  # leeway.replay.errors.DataError: a.jsonl, line 3: ...
+    r"|(?P<builtin>[A-Z]\w*Error: .+)"
+    r"|\s+traceback : (?P<signal>Signal .+)"  # how torchrun says that a rank was killed
+)
+"""A line that says why a process failed."""
 
 
 class ChildDied(LeewayError):
-    """A process of the run ended by itself; the message carries the end of its log."""
+    """A process of the run ended by itself. One sentence with the cause, where its log has one."""
 
 
 @dataclass
@@ -33,19 +44,16 @@ class Child:
     name: str
     process: asyncio.subprocess.Process
     log: Path
-
-    def tail(self, num_lines: int = 6) -> str:
-        """The end of its log, for an error message."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(line for line in lines[-40:] if line.strip())[-2000:] if lines else ""
+    log_start: int
+    """Size of the log before this process: a resumed run appends to the same file."""
 
     async def ended(self) -> ChildDied:
         """Returns when the process is over, as an error that says how."""
         code = await self.process.wait()
-        return ChildDied(
-            f"the {self.name} process ended with exit code {code}; "
-            f"its log is {self.log}\n{self.tail()}"
-        )
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        cause = last_error(self.log, self.log_start) if code > 0 else None
+        why = f" ({cause})" if cause else ""
+        return ChildDied(f"the {self.name} process ended with {how}{why}; its log is {self.log}")
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then after `grace_s` SIGKILL; what it started ends with it."""
@@ -67,6 +75,7 @@ async def start(
     """Run `python -m arguments...` with its output in `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as sink:
+        log_start = sink.tell()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -78,11 +87,28 @@ async def start(
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-    return Child(name, process, log)
+    return Child(name, process, log, log_start)
 
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def last_error(log: Path, start: int = 0) -> str | None:
+    """The last line of a log, from byte `start`, that says why its process failed; None if none does.
+
+    "leeway.learner.errors.NonFiniteError: the loss is nan" -> "NonFiniteError: the loss is nan"
+    """
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - 65536))
+        lines = file.read().decode(errors="replace").splitlines()
+    found = next((match for line in reversed(lines) if (match := _CAUSE.match(line))), None)
+    return None if found is None else str(found[found.lastgroup or 0])[:500]
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -65,7 +65,7 @@ def local_ray() -> Iterator[None]:
             ray.shutdown()
         return
     # Sockets live below this folder and their paths may have 107 characters: keep it short.
-    folder = tempfile.mkdtemp(prefix="leeway-")
+    folder = tempfile.mkdtemp(prefix="r-")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     try:
         ray.init(

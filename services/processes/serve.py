@@ -25,49 +25,73 @@ WATCH_S = 1.0
 
 
 async def serve(run: RunDirectory) -> None:
-    """Deploy, evaluate, and follow the run until it is done or SIGTERM arrives."""
+    """Deploy, evaluate, and follow the run until it is done and SIGTERM arrives, or SIGTERM alone."""
     config = run.read_config()
     url = run.read_redis_url()
     board = RunBoard(url, run.root.name)
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    from leeway.actors.serve_app import deploy, undeploy
+    _listen(stopping)
+    from leeway.actors.serve_app import undeploy
 
-    model, version = starting_point(run, config)
     with local_ray():
+        _listen(stopping)  # again: Ray sets handlers of its own when it starts
+        course = asyncio.create_task(_deploy_and_follow(run, config, url, board))
+        stopped = asyncio.create_task(stopping.wait())
         try:
-            deployed = await asyncio.to_thread(deploy, actor_spec(run, config, url, model, version))
-            course = asyncio.create_task(Course(board, config, deployed.rollout).follow())
-            stopped = asyncio.create_task(stopping.wait())
-            done, _ = await asyncio.wait({course, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if course in done:
+            await asyncio.wait({course, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if course.done():
                 course.result()
-                await stopping.wait()
-            course.cancel()
+                await stopped
         finally:
+            course.cancel()
+            await asyncio.gather(course, return_exceptions=True)
             await asyncio.to_thread(undeploy)
             await board.close()
+
+
+def _listen(stopping: asyncio.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+
+
+async def _deploy_and_follow(
+    run: RunDirectory, config: RunConfig, url: str, board: RunBoard
+) -> None:
+    from leeway.actors.serve_app import deploy
+
+    model, version = starting_point(run, config)
+    deployed = await deploy(actor_spec(run, config, url, model, version))
+    await Course(board, config, deployed.rollout, first_version=version).follow()
 
 
 class Course:
     """Moves a run through its phases and asks for evaluations."""
 
-    def __init__(self, board: RunBoard, config: RunConfig, rollout: Any) -> None:
+    def __init__(
+        self, board: RunBoard, config: RunConfig, rollout: Any, *, first_version: int
+    ) -> None:
         self._board = board
         self._config = config
         self._rollout = rollout
+        self._first_version = first_version
+        """The version that engines and learner start from."""
 
     async def follow(self) -> None:
         """Returns when the run is done."""
         sections = await self._board.get_all()
         results: dict[str, Any] = sections.get("eval", {})
-        if not results.get("before"):
+        if results.get("after"):
+            results["history"].append(results.pop("after"))
+        if "before" not in results:
             await self._board.set_phase("evaluating-before")
             results = {"before": await self._evaluate(0), "history": []}
             await self._board.put("eval", results)
-        await self._board.set_phase("training")
-        await self._evaluate_meanwhile(results)
+        if self._first_version < self._config.learner.num_steps:
+            await self._board.set_phase("training")
+            await self._evaluate_meanwhile(results)
+        else:
+            # Resumed after the last step: the learner has nothing to train and goes on by itself.
+            await self._board.wait_phase("evaluating-after", self._config.learner.draw_timeout_s)
         results["after"] = await self._evaluate(self._config.learner.num_steps)
         await self._board.put("eval", results)
         await self._board.set_phase("done")

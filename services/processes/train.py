@@ -6,7 +6,8 @@
     API       in this process, on a thread
 
 They end in this order, and also when this process is told to stop: admission, learner (checkpoint),
-serve, API, Redis. Ctrl-C exits 130, SIGTERM exits 0; both leave a run that `--resume` goes on with.
+serve, API, whatever a killed process left behind, Redis. Ctrl-C exits 130, SIGTERM exits 0; both
+leave a run that `--resume` goes on with.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,8 @@ class Training:
         self._began = time.time()
         self._stop = asyncio.Event()
         self._exit_code = 0
+        # Engines, Ray and torchrun keep sockets and logs here; some end too late to tidy up.
+        self._scratch = tempfile.mkdtemp(prefix="leeway-")
         self._redis: EmbeddedRedis | None = None
         self._children: dict[str, Child] = {}
         self._stop_api: Any = None
@@ -64,19 +69,25 @@ class Training:
     async def run(self, resume: bool) -> int:
         """Start everything, watch it, end everything."""
         self._listen_for_signals()
-        url = self._start_redis()
-        name = self._run.root.name
-        self._board = RunBoard(url, name)
-        self._replay = RedisReplay(url, name, self._config.replay)
+        supervision.adopt_orphans()
+        self._run.summary.unlink(missing_ok=True)
         try:
-            await self._start(url, resume)
-            await self._watch()
+            url = self._start_redis()
+            name = self._run.root.name
+            self._board = RunBoard(url, name)
+            self._replay = RedisReplay(url, name, self._config.replay)
+            try:
+                await self._start(url, resume)
+                await self._watch()
+                wall_s = time.time() - self._began
+            finally:
+                await self._end()
         finally:
-            await self._end()
+            shutil.rmtree(self._scratch, ignore_errors=True)
         if self._stop.is_set():
             self._say_how_to_resume()
             return self._exit_code
-        finish(self._run, self._config, time.time() - self._began, self._console, self._json_output)
+        finish(self._run, self._config, wall_s, self._console, self._json_output)
         return 0
 
     def _listen_for_signals(self) -> None:
@@ -85,6 +96,8 @@ class Training:
         loop.add_signal_handler(signal.SIGTERM, self._asked_to_stop, 0)
 
     def _asked_to_stop(self, exit_code: int) -> None:
+        if not self._stop.is_set():
+            self._console.print("stopping; a step under way is finished first", style="yellow")
         self._exit_code = exit_code
         self._stop.set()
 
@@ -111,6 +124,7 @@ class Training:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
+            "TMPDIR": self._scratch,
         }
         root = str(self._run.root)
         self._children["serve"] = await supervision.start(
@@ -123,6 +137,7 @@ class Training:
             "--rdzv-backend=c10d",
             "--rdzv-endpoint=127.0.0.1:0",
             "--max-restarts=0",
+            f"--shutdown-timeout={LEARNER_GRACE_S - 5:.0f}",
             "--module",
             "leeway.services.processes.learn",
             root,
@@ -136,7 +151,11 @@ class Training:
         self._write_state(address)
         verb = "resumed" if resume else "started"
         await board.append_event("run", f"{verb}; status at {address}/v1/status")
-        self._console.print(f"run directory  {self._run.root}\nstatus         {address}/v1/status")
+        self._console.print(
+            f"run directory  {self._run.root}\nstatus         {address}/v1/status",
+            soft_wrap=True,
+            highlight=False,
+        )
 
     def _run_section(self) -> dict[str, Any]:
         return {
@@ -167,21 +186,29 @@ class Training:
         ends = {name: asyncio.create_task(c.ended()) for name, c in self._children.items()}
         with Display(self._console) as display:
             while not self._stop.is_set():
+                self._check_redis()
                 phase = await self._refresh(display)
                 if phase == "done":
                     break
-                self._check(ends, phase)
+                await self._check(ends)
                 await self._sleep(REFRESH_S)
         for task in ends.values():
             task.cancel()
 
-    def _check(self, ends: dict[str, asyncio.Task[supervision.ChildDied]], phase: str) -> None:
+    async def _check(self, ends: dict[str, asyncio.Task[supervision.ChildDied]]) -> None:
         for name, task in ends.items():
-            learner_is_through = name == "learner" and phase.startswith("evaluating-after")
-            if task.done() and not learner_is_through:
+            # A learner that is through ends the phase `training` first, so ask after it has ended.
+            if task.done() and not (name == "learner" and await self._is_trained()):
                 raise task.result()
+
+    async def _is_trained(self) -> bool:
+        return await self._board.phase() in ("evaluating-after", "done")
+
+    def _check_redis(self) -> None:
         if self._redis is not None and not self._redis.is_running:
-            raise StoreUnavailable(f"the embedded Redis ended; its log is in {self._run.redis}")
+            raise StoreUnavailable(
+                f"the embedded Redis ended; its log is {self._run.redis / 'redis.log'}"
+            )
 
     async def _refresh(self, display: Display) -> str:
         sections = await self._board.get_all()
@@ -210,13 +237,17 @@ class Training:
 
     async def _end(self) -> None:
         """End every process in order. Runs on success, stop and failure alike."""
-        await self._quietly(self._replay.pause_admission(True))
-        await self._quietly(self._board.request_stop("the run is ending"))
+        if self._redis is None or self._redis.is_running:
+            await self._quietly(self._replay.pause_admission(True))
+            await self._quietly(self._board.request_stop("the run is ending"))
         for name, grace_s in (("learner", LEARNER_GRACE_S), ("serve", SERVE_GRACE_S)):
             if name in self._children:
                 await self._children[name].stop(grace_s)
         if self._stop_api is not None:
             await asyncio.to_thread(self._stop_api)
+        redis_pid = self._redis.pid if self._redis is not None else None
+        left = [p for p in supervision.descendants(os.getpid()) if p.pid != redis_pid]
+        await asyncio.to_thread(supervision.end_all, left)
         await self._quietly(self._replay.close())
         await self._quietly(self._board.close())
         if self._redis is not None:
@@ -231,4 +262,6 @@ class Training:
 
     def _say_how_to_resume(self) -> None:
         root = os.path.relpath(self._run.root, Path.cwd())
-        self._console.print(f"\nstopped. Go on with: leeway train --resume {root}")
+        self._console.print(
+            f"\nstopped. Go on with: leeway train --resume {root}", soft_wrap=True, highlight=False
+        )
