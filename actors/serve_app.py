@@ -374,10 +374,10 @@ def _start_applications(spec: ActorSpec) -> None:
     policy = PolicyServer.options(
         num_replicas=spec.policy.num_replicas, ray_actor_options=_resources(spec.policy)
     ).bind(spec)
-    targets = [serve.RunTarget(policy, name="policy", route_prefix=None)]
+    targets = [_target(policy, "policy")]
     if spec.search.retriever_url is None:
         retriever = RetrieverServer.options(ray_actor_options={"num_cpus": 0}).bind(spec)
-        targets.append(serve.RunTarget(retriever, name="retriever", route_prefix=None))
+        targets.append(_target(retriever, "retriever"))
     serve.run_many(targets, wait_for_applications_running=False)
     rollout = RolloutServer.options(
         num_replicas=spec.rollout.num_workers, ray_actor_options={"num_cpus": 0}
@@ -386,10 +386,13 @@ def _start_applications(spec: ActorSpec) -> None:
         serve.get_app_handle("policy"),
         serve.get_app_handle("retriever") if spec.search.retriever_url is None else None,
     )
-    serve.run_many(
-        [serve.RunTarget(rollout, name="rollout", route_prefix=None)],
-        wait_for_applications_running=False,
-    )
+    serve.run_many([_target(rollout, "rollout")], wait_for_applications_running=False)
+
+
+def _target(application: serve.Application, name: str) -> serve.RunTarget:
+    # Without this every turn of every episode is a line in three logs.
+    quiet = {"enable_access_log": False}
+    return serve.RunTarget(application, name=name, route_prefix=None, logging_config=quiet)
 
 
 def _not_ready() -> list[str]:
