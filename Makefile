@@ -11,7 +11,7 @@ TORCH = $(shell grep '^torch==' requirements/cpu.txt)+cpu
 LIGHT := tests/architecture tests/unit tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint format types links requirements clean
+.PHONY: help setup demo test quick lint format types links requirements docs clean
 
 help:  ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ links:
 
 requirements: setup  ## Write requirements/cpu.txt again from pyproject.toml and what is installed.
 	$(BIN)/python requirements/generate.py
+
+docs: setup  ## Write docs/configuration.md again from the code.
+	$(BIN)/leeway config schema --markdown > docs/configuration.md
 
 clean:  ## Remove what builds and tests leave; .venv and runs stay.
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

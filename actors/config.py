@@ -22,7 +22,7 @@ class PolicyConfig(FrozenModel):
     """Most tokens of a trajectory, prompt and observations included."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Requests the engine decodes at once."""
-    kv_cache_gib: float = Field(default=1.0, gt=0)
+    kv_cache_gib: int = Field(default=1, ge=1)
     """Memory for keys and values on a CPU engine, in GiB."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of a GPU that its engine may use. Not read on CPUs."""

@@ -43,7 +43,8 @@ class Membership:
         self._engine_id = engine_id
         self._address = address
         self._group_number = -1
-        self._version = PolicyVersion(0)
+        self.version = PolicyVersion(0)
+        """What the engine samples with, as last put on the board."""
         self.last: EngineReport | None = None
         """The report of the last publish, for the status."""
         self.broken: str | None = None
@@ -75,11 +76,11 @@ class Membership:
             await self._beat()
 
     async def _beat(self) -> None:
-        self._version = await self._policy.version()
+        self.version = await self._policy.version()
         record = EngineRecord(
             engine_id=self._engine_id,
             num_ranks=1,
-            version=self._version,
+            version=self.version,
             address=self._address,
         )
         await self._board.heartbeat(record, ttl_s=3 * HEARTBEAT_S)
@@ -93,7 +94,7 @@ class Membership:
             await self._policy.stage(announcement.manifest, announcement.deadline_s)
             transfer_s = time.monotonic() - began
             committed = await self._commit(announcement)
-            if announcement.version < self._version:
+            if announcement.version < self.version:
                 # A learner that lost versions in a crash starts below them. On the board a version
                 # only moves up, so the engine enters anew.
                 await self._board.withdraw(self._engine_id)

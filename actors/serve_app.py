@@ -47,6 +47,7 @@ from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.config import ReplayConfig
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
+from leeway.replay.store import ReplayStats
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,31 @@ class PolicyServer:
         self._run_board = RunBoard(spec.redis_url, spec.run)
         self._task = asyncio.create_task(self._membership.run())
         self._snapshots = asyncio.create_task(self._put_snapshots())
+        await self._until_current(spec)
+
+    async def _until_current(self, spec: ActorSpec) -> None:
+        """Return when the weights are recent enough to sample with; until then Serve sends nothing.
+
+        An engine that starts again in the middle of a run holds the model the run began with. The
+        learner, waiting for data, sends it the current one.
+        """
+        replay = RedisReplay(spec.redis_url, spec.run, spec.replay)
+        try:
+            async with asyncio.timeout(spec.policy.start_timeout_s):
+                while not self._is_current(await replay.stats(), spec.replay.max_staleness):
+                    await asyncio.sleep(READY_POLL_S)
+        except TimeoutError:
+            version = await self._policy.version()
+            raise EngineError(
+                f"{self.engine_id} holds version {version} and got no newer one from the learner "
+                f"within {spec.policy.start_timeout_s:.0f} s"
+            ) from None
+        finally:
+            await replay.close()
+
+    def _is_current(self, stats: ReplayStats, max_staleness: int) -> bool:
+        staleness = stats.learner_version - self._membership.version
+        return 0 <= staleness <= max_staleness
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See Policy.complete."""
@@ -231,10 +257,15 @@ class RolloutServer:
             elif not is_training and self._playing is not None:
                 await self._stop_playing()
             if self._playing is not None and self._playing.done():
-                await self._board.append_event("rollout", f"{self.worker_id} ended")
-                self._playing.result()
+                await self._report_failure(self._playing)
             await self._put_snapshot()
             await asyncio.sleep(SNAPSHOT_S)
+
+    async def _report_failure(self, ended: asyncio.Task[None]) -> None:
+        """Tell the run that it cannot go on; a new worker would only begin the same again."""
+        error = ended.exception()
+        await self._board.put("failure", {"reason": f"{self.worker_id}: {error}"})
+        ended.result()
 
     async def _put_snapshot(self) -> None:
         snapshot = msgspec.to_builtins(self._worker.snapshot(), str_keys=True)

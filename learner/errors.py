@@ -2,7 +2,8 @@
 
 LeewayError
 ├── NonFiniteError     a loss, log-prob or gradient that is not a number; no weight was changed
-└── CheckpointError    a checkpoint that cannot be written or read
+├── CheckpointError    a checkpoint that cannot be written or read
+└── LearnerStopped     the learner was asked to stop, and did so between two steps
 """
 
 from leeway.replay.errors import LeewayError

@@ -22,7 +22,7 @@ DRAW_SLICE_S = 5.0
 
 
 class Learning(Protocol):
-    """What the loop drives; learner/session.py is the real one."""
+    """What the loop drives; services/learning.py is the real one."""
 
     version: PolicyVersion
     num_steps: int

@@ -230,10 +230,11 @@ def config_show(file: File = None, overrides: Overrides = None, as_json: AsJson 
 
 @config_app.command("validate")
 def config_validate(file: File = None, overrides: Overrides = None) -> None:
-    """Check a configuration without starting anything."""
-    from leeway.services.config import load, remarks
+    """Check a configuration, and the corpus and questions it names, without starting anything."""
+    from leeway.services.config import check_files, load, remarks
 
     config = load(file, overrides or ())
+    check_files(config)
     for remark in remarks(config):
         typer.echo(f"note: {remark}")
     typer.echo(f"{_source(file, None)} is valid")

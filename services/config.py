@@ -20,7 +20,7 @@ from leeway.actors.config import DataConfig, PolicyConfig, RolloutConfig, Search
 from leeway.learner.config import LearnerConfig
 from leeway.replay.config import FrozenModel, ReplayConfig
 from leeway.replay.errors import ConfigurationError
-from leeway.services.config_checks import check, check_environment, remarks
+from leeway.services.config_checks import check, check_environment, check_files, remarks
 from leeway.services.config_text import (
     BUNDLED,
     MASK,
@@ -50,6 +50,7 @@ __all__ = [
     "RunConfig",
     "check",
     "check_environment",
+    "check_files",
     "describe",
     "dump",
     "load",

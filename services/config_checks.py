@@ -201,8 +201,20 @@ def _path_problems(key: str, value: str, what: str) -> Iterator[str]:
         yield f"{key} = {show(value)} does not exist{looked}; {remedy}"
     elif path.is_dir() != wants_folder:
         yield f"{key} = {show(value)} is a {'file' if wants_folder else 'folder'}; {remedy}"
-    elif wants_folder and not (path / "config.json").is_file():
-        yield f"{key} = {show(value)} holds no config.json; {remedy}"
+    elif wants_folder:
+        yield from _model_problems(key, path, remedy)
+
+
+def _model_problems(key: str, folder: Path, remedy: str) -> Iterator[str]:
+    wanted = {
+        "config.json": ("config.json",),
+        "weights (*.safetensors or *.bin)": ("*.safetensors", "*.bin"),
+        "tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer_config.json"),
+    }
+    for what, patterns in wanted.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            yield f'{key} = "{folder}" holds no {what}; {remedy}'
+            return
 
 
 def remarks(config: RunConfig) -> list[str]:
@@ -239,12 +251,36 @@ def _remarks(config: RunConfig) -> Iterator[str]:
 
 
 def check_environment(config: RunConfig, source: str = "the configuration") -> None:
-    """Raise ConfigurationError if the API's port is taken or Redis does not answer."""
+    """Raise ConfigurationError or DataError for what cannot work on this machine at this time: the
+    API's port, a Redis that does not answer, a corpus or question file.
+    """
     _check_port(config.api, source)
     if config.replay.url is not None:
         from leeway.replay.server import check_url
 
-        check_url(config.replay.url)
+        try:
+            check_url(config.replay.url)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{source}: replay.url: {error}") from None
+    check_files(config)
+
+
+def check_files(config: RunConfig) -> None:
+    """Read the user's corpus and questions through; DataError names the first bad file and line.
+
+    The bundled ones were checked when they were made.
+    """
+    data, search = config.data, config.search
+    if search.corpus != BUNDLED:
+        from leeway.actors.search.documents import stream_documents
+
+        for _ in stream_documents(search.corpus):
+            pass
+    if data.train != BUNDLED or data.held_out != BUNDLED:
+        from leeway.actors.config import held_out_file, train_file
+        from leeway.actors.search.questions import check_disjoint, load_questions
+
+        check_disjoint(load_questions(train_file(data)), load_questions(held_out_file(data)))
 
 
 def _check_port(api: ApiConfig, source: str) -> None:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 
 from leeway.replay.config import FrozenModel
 
@@ -66,7 +66,10 @@ def is_text(field: FieldInfo) -> bool:
 
 def expectation(field: FieldInfo) -> str:
     """What a value must be: `a whole number of at least 1`, `one of "vllm", "torch"`."""
-    arms = [arm for arm in _alternatives(field) if arm is not type(None)]
+    arms: list[Any] = []
+    for arm in _alternatives(field):
+        if arm is not type(None):
+            arms += get_args(arm) if get_origin(arm) is Literal else [arm]
     if all(isinstance(arm, str) for arm in arms):
         return "one of " + ", ".join(f'"{arm}"' for arm in arms)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

@@ -34,6 +34,7 @@ from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.store import Lease
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory
+from leeway.services.snapshot import build_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class LearnerProcess:
         policies = PolicyBoard(self._redis_url, name)
         replay = RedisReplay(self._redis_url, name, self._config.replay)
         self._policies = policies
+        self._replay = replay
         timeout_s = self._config.learner.publish_timeout_s
         self._publisher = Publisher(policies, self._world.device, timeout_s)
         try:
@@ -182,11 +184,25 @@ class LearnerProcess:
             line["pause_ms"] = [pause * 1e3 for pause in published.pause_s]
             line["transfer_ms"] = published.transfer_s * 1e3
             line["num_engines"] = published.num_engines
+        line |= await self._surroundings()
         with self._run.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         await self._board.put("learner", self._section(metrics, wait_s))
         if self.version % self._config.learner.checkpoint_every == 0:
             self.save()
+
+    async def _surroundings(self) -> dict[str, float]:
+        """The buffer and the other side at this step, for the report."""
+        stats = await self._replay.stats()
+        snapshot = build_snapshot(await self._board.get_all(), stats)
+        numbers = {
+            "num_ready": stats.num_ready,
+            "num_slots": stats.num_slots,
+            "num_leased": stats.num_leased,
+            "generated_tokens_per_s": snapshot.generated_tokens_per_s,
+            "rollout_wait_share": snapshot.waits.rollouts_for_room,
+        }
+        return {name: value for name, value in numbers.items() if value is not None}
 
     def _section(self, metrics: Mapping[str, float], wait_s: float) -> dict[str, Any]:
         seconds = metrics["seconds"] + wait_s

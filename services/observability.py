@@ -69,7 +69,10 @@ def _columns(snapshot: Snapshot) -> RenderableType:
     )
     if not snapshot.waits.sentence:
         return columns
-    return Group(columns, Text(), Text.assemble(("waits  ", "cyan"), snapshot.waits.sentence))
+    lines = [Text.assemble(("waits  ", "cyan"), snapshot.waits.sentence)]
+    if snapshot.waits.refusal:
+        lines.append(Text(f"       {snapshot.waits.refusal}", style="dim", overflow="ellipsis"))
+    return Group(columns, Text(), *lines)
 
 
 def _facts(title: str, facts: Iterable[tuple[str, str]]) -> RenderableType:

@@ -101,6 +101,8 @@ class WaitsView(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over rollout workers."""
     sentence: str = ""
     """`learner waits for rollouts 41 %`; empty while nothing is known."""
+    refusal: str | None = None
+    """Why the last request for slots came back empty; None if it did not."""
 
 
 class EvalView(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,13 +253,15 @@ def _waits(sections: Mapping[str, Section]) -> WaitsView:
     Workers that waited 20 % and 40 % of it: rollouts wait for room 30 %.
     """
     learner_share = sections.get("learner", {}).get("idle_share")
-    workers = _members(sections.get("rollout", {}))
+    workers = list(_members(sections.get("rollout", {})))
     shares = [s for _, w in workers if (s := w.get("wait_share")) is not None]
     rollout_share = sum(shares) / len(shares) if shares else None
+    refusals = [reason for _, w in workers if (reason := w.get("last_refusal"))]
     return WaitsView(
         learner_for_data=learner_share,
         rollouts_for_room=rollout_share,
         sentence=_waits_sentence(learner_share, rollout_share),
+        refusal=refusals[0] if refusals else None,
     )
 
 

@@ -40,24 +40,16 @@ _WANTED: Final = '{"id": "7", "contents": "\\"Title\\"\\ntext"}'
 
 
 def load_documents(path: str | Path) -> list[Document]:
-    """Every document of a corpus. Raises DataError for a bad line, a repeated id, an empty file."""
-    documents: list[Document] = []
-    line_of_id: dict[str, int] = {}
-    for number, document in stream_documents(path):
-        first = line_of_id.setdefault(document.id, number)
-        if first != number:
-            raise DataError(
-                f"{path}, line {number}: id {document.id!r} was used on line {first};"
-                " every document needs an id of its own"
-            )
-        documents.append(document)
-    if not documents:
-        raise DataError(f"{path} holds no document; each line must be {_WANTED}")
-    return documents
+    """Every document of a corpus. Raises what stream_documents raises."""
+    return [document for _, document in stream_documents(path)]
 
 
 def stream_documents(path: str | Path) -> Iterator[tuple[int, Document]]:
-    """(line number, document) of each line that is not blank; one line in memory at a time."""
+    """(line number, document) of each line that is not blank; one document in memory at a time.
+
+    Raises DataError for a bad line, a repeated id, an empty file.
+    """
+    line_of_id: dict[str, int] = {}
     for number, line in read_lines(path):
         try:
             record = _DECODER.decode(line)
@@ -65,7 +57,15 @@ def stream_documents(path: str | Path) -> Iterator[tuple[int, Document]]:
             raise DataError(f"{path}, line {number}: {error}; it must be {_WANTED}") from error
         if not record.contents.strip():
             raise DataError(f"{path}, line {number}: contents are empty; it must be {_WANTED}")
+        first = line_of_id.setdefault(str(record.id), number)
+        if first != number:
+            raise DataError(
+                f"{path}, line {number}: id {str(record.id)!r} was used on line {first};"
+                " every document needs an id of its own"
+            )
         yield number, Document(str(record.id), *split_contents(record.contents))
+    if not line_of_id:
+        raise DataError(f"{path} holds no document; each line must be {_WANTED}")
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:

@@ -1,8 +1,8 @@
 """Take out of the bundled tokenizer what the warm start hardly ever shows the policy.
 
-The vocabulary is made from the whole corpus, held-out countries included, so that some of their names
-became single tokens (` Japan`), and no training episode may name them. The policy then meets a token
-whose embedding nobody trained. Without its merge the name is spelled in pieces that are trained.
+The vocabulary is made from the whole corpus, held-out countries included, so that some of their
+names became single tokens (` Japan`), and no training episode may name them. The policy then meets
+a token whose embedding nobody trained. Without its merge the name is spelled in trained pieces.
 
     python -m leeway.actors.search.prune_tokenizer [--episodes 40000] [--min-share 0.003]
 """

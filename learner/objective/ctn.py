@@ -2,8 +2,7 @@
 
 C = sum over clipped tokens of weight_t w_t A_t grad log pi_t, a vector of the size of the
 gradient; its norm is global over ranks and micro-batches. Source: arXiv 2511.20718 Eq. 7-8 for the
-gradient form, a second-hand note for the penalty form (algorithms.md, "Clipping-triggered
-normalization").
+gradient form, a second-hand note for the penalty form.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Letters: `T` trained tokens, `K` turns, `B` trajectories; `_T` is one value per trained token.
 `d_T = lp_T - old_T`. Segments are given by an index per token, so turns need no padding, need not
-have equal lengths, and two adjacent turns stay two. Source: /work/shared/algorithms.md, "Importance
-ratio"; `turn` is arXiv 2511.20718, `sequence` is GSPO, `turn-arithmetic` a second-hand note.
+have equal lengths, and two adjacent turns stay two. Sources: `turn` is
+arXiv 2511.20718, `sequence` is GSPO (arXiv 2507.18071), `turn-arithmetic` a second-hand note on the
+former.
 """
 
 from __future__ import annotations

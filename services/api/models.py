@@ -101,6 +101,8 @@ class Waits(Answer):
     """Mean over rollout workers."""
     sentence: str
     """The same in words; empty while nothing is known."""
+    refusal: str | None
+    """Why the last request for slots came back empty."""
 
 
 class Eval(Answer):

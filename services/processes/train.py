@@ -47,6 +47,10 @@ def run(config: RunConfig, run_dir: RunDirectory, *, json_output: bool, resume: 
     return asyncio.run(Training(config, run_dir, json_output).run(resume))
 
 
+class RunFailed(LeewayError):
+    """A part of the run reported that it cannot go on."""
+
+
 class Training:
     """The parent process of one run."""
 
@@ -114,6 +118,7 @@ class Training:
         await board.clear_stop()
         await board.set_phase("starting")
         await board.put("run", self._run_section())
+        await board.put("failure", {"reason": None})
         await self._replay.pause_admission(False)
         app = connect_app(
             url, self._run.root.name, config.replay, {"objective": config.learner.objective}
@@ -212,6 +217,8 @@ class Training:
 
     async def _refresh(self, display: Display) -> str:
         sections = await self._board.get_all()
+        if reason := sections.get("failure", {}).get("reason"):
+            raise RunFailed(f"rollouts cannot go on: {reason}")
         phase = await self._board.phase() or "starting"
         sections.setdefault("run", {})["phase"] = phase
         last_event = await self._write_events()

@@ -1,4 +1,4 @@
-"""The learner's loop: the order of a step, a stop between steps, and a wait that names its reason."""
+"""The learner's loop: the order of a step, a stop between steps, a wait that names its reason."""
 
 import pytest
 

@@ -24,7 +24,8 @@ async def ready(child: supervision.Child) -> list[int]:
 
 
 async def test_a_child_leads_a_session_of_its_own(tmp_path: Path):
-    child = await start(tmp_path, "lead_session", "import time; print('up', flush=True); time.sleep(60)")
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    child = await start(tmp_path, "lead_session", code)
     await ready(child)
     assert os.getsid(child.process.pid) == child.process.pid
     await child.stop(5)
