@@ -1,7 +1,8 @@
 """An engine's side of publishing: keep its place on the policy board, follow announcements.
 
 One task per engine. What it waits for: the next announcement, for ever but in slices, so that a
-stop is noticed; everything after an announcement has that announcement's deadline.
+stop is noticed; everything after an announcement has that announcement's deadline, and ends sooner
+when the learner gave up on it and announced anew.
 """
 
 from __future__ import annotations
@@ -9,23 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
 
 from leeway.actors.weight_receiver import Committed, Rendezvous
 from leeway.replay.board import Announcement, EngineRecord, EngineReport, PolicyBoard, TensorSpec
-from leeway.replay.errors import ChecksumMismatch
+from leeway.replay.errors import ChecksumMismatch, TransferError
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 HEARTBEAT_S = 3.0
 """An engine is dead for everybody after three heartbeats missed."""
+SUPERSEDED_S = 0.5
+"""Seconds between two looks, while receiving, whether a newer announcement has come."""
 
 
 class ReceivingPolicy(Protocol):
     """A policy that takes weights while it generates."""
 
     async def version(self) -> PolicyVersion: ...
+    async def check_manifest(self, manifest: list[TensorSpec]) -> None: ...
     async def join(self, rendezvous: Rendezvous) -> None: ...
     async def stage(self, manifest: list[TensorSpec], timeout_s: float) -> float: ...
     async def commit(self, version: PolicyVersion, checksum: str) -> Committed: ...
@@ -36,12 +43,18 @@ class Membership:
     """Keeps one engine on the board and its weights current."""
 
     def __init__(
-        self, board: PolicyBoard, policy: ReceivingPolicy, engine_id: str, address: str
+        self,
+        board: PolicyBoard,
+        policy: ReceivingPolicy,
+        engine_id: str,
+        address: str,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._board = board
         self._policy = policy
         self._engine_id = engine_id
         self._address = address
+        self._heartbeat_s = heartbeat_s
         self._group_number = -1
         self.version = PolicyVersion(0)
         """What the engine samples with, as last put on the board."""
@@ -51,14 +64,16 @@ class Membership:
         """Why the engine must not go on: a commit failed half way, its weights are unknown."""
 
     async def run(self) -> None:
-        """Until cancelled; then the engine leaves the board."""
+        """Until cancelled, or broken: that raises TransferError. Then it leaves the board."""
         latest = await self._board.latest_announcement()
         seen = latest.publish_id if latest else 0
         await self._beat()
         beating = asyncio.create_task(self._keep_beating())
         try:
             while True:
-                announcement = await self._board.next_announcement(seen, timeout_s=HEARTBEAT_S)
+                announcement = await self._board.next_announcement(
+                    seen, timeout_s=self._heartbeat_s
+                )
                 if beating.done():
                     await beating
                 if announcement is None:
@@ -66,13 +81,15 @@ class Membership:
                 seen = announcement.publish_id
                 if self._engine_id in announcement.rank_offsets:
                     await self._follow(announcement)
+                if self.broken is not None:
+                    raise TransferError(self.broken)
         finally:
             beating.cancel()
             await self._board.withdraw(self._engine_id)
 
     async def _keep_beating(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._heartbeat_s)
             await self._beat()
 
     async def _beat(self) -> None:
@@ -83,16 +100,13 @@ class Membership:
             version=self.version,
             address=self._address,
         )
-        await self._board.heartbeat(record, ttl_s=3 * HEARTBEAT_S)
+        await self._board.heartbeat(record, ttl_s=3 * self._heartbeat_s)
 
     async def _follow(self, announcement: Announcement) -> None:
         """Receive one version and say how it went; a failure is a report, not the engine's end."""
-        began = time.monotonic()
         try:
-            await self._join_if_new(announcement)
-            await self._say(announcement, "joined")
-            await self._policy.stage(announcement.manifest, announcement.deadline_s)
-            transfer_s = time.monotonic() - began
+            await self._policy.check_manifest(announcement.manifest)
+            transfer_s = await self._unless_superseded(announcement, self._receive(announcement))
             committed = await self._commit(announcement)
             if announcement.version < self.version:
                 # A learner that lost versions in a crash starts below them. On the board a version
@@ -109,20 +123,52 @@ class Membership:
         except Exception as error:
             await self._fail(announcement, error)
 
-    async def _commit(self, announcement: Announcement) -> Committed:
+    async def _receive(self, announcement: Announcement) -> float:
+        """Until the new weights are staged; returns the seconds it took."""
+        began = time.monotonic()
+        await self._say(announcement, "ready")
+        await self._join_if_new(announcement)
+        await self._say(announcement, "joined")
+        await self._policy.stage(announcement.manifest, announcement.deadline_s)
+        return time.monotonic() - began
+
+    async def _unless_superseded(
+        self, announcement: Announcement, work: Coroutine[Any, Any, T]
+    ) -> T:
+        """Do `work`, but give up once the learner has announced anew: it sends no more of this."""
+        task = asyncio.create_task(work)
         try:
-            return await self._policy.commit(
-                PolicyVersion(announcement.version), announcement.checksum
-            )
+            while not task.done():
+                await asyncio.wait({task}, timeout=SUPERSEDED_S)
+                latest = None if task.done() else await self._board.latest_announcement()
+                if latest is not None and latest.publish_id > announcement.publish_id:
+                    raise TransferError(f"the learner went on to publish {latest.publish_id}")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _commit(self, announcement: Announcement) -> Committed:
+        deadline_s, sent = announcement.deadline_s, announcement.checksum
+        try:
+            async with asyncio.timeout(deadline_s):
+                committed = await self._policy.commit(PolicyVersion(announcement.version), sent)
+            if committed.checksum != sent:
+                raise TransferError(f"checksum {committed.checksum} is in use, {sent} was sent")
+            return committed
         except ChecksumMismatch:
             raise
         except Exception as error:
-            self.broken = f"version {announcement.version} was not taken into use: {error}"
-            raise
+            late = isinstance(error, TimeoutError)
+            reason = f"not done within {deadline_s:g} s" if late else str(error)
+            self.broken = f"version {announcement.version} was not taken into use: {reason}"
+            raise TransferError(self.broken) from error
 
     async def _join_if_new(self, announcement: Announcement) -> None:
         if announcement.group_number == self._group_number:
             return
+        if not announcement.new_group:
+            raise TransferError(f"not in transfer group {announcement.group_number}")
         await self._policy.join(
             Rendezvous(
                 host=announcement.host,
@@ -135,10 +181,18 @@ class Membership:
         self._group_number = announcement.group_number
 
     async def _fail(self, announcement: Announcement, error: Exception) -> None:
-        log.exception("engine %s: version %d", self._engine_id, announcement.version)
+        log.warning(
+            "engine %s did not take version %d: %s",
+            self._engine_id,
+            announcement.version,
+            error,
+            exc_info=self.broken is not None,
+        )
         self._group_number = -1
-        await self._policy.abandon()
-        await self._say(announcement, "failed", error=f"{type(error).__name__}: {error}")
+        try:
+            await self._policy.abandon()
+        finally:
+            await self._say(announcement, "failed", error=f"{type(error).__name__}: {error}")
 
     async def _say(
         self,
@@ -159,6 +213,6 @@ class Membership:
             pause_s=pause_s,
             error=error,
         )
-        await self._board.report(report)
         if stage in ("committed", "failed"):
             self.last = report
+        await self._board.report(report)

@@ -384,11 +384,17 @@ class Deployed(msgspec.Struct, frozen=True):
 async def deploy(spec: ActorSpec) -> Deployed:
     """Start the applications and wait until every replica is ready; Ray must be up.
 
-    Raises EngineError when a replica fails to start, or is not ready in policy.start_timeout_s. To
-    cancel it ends the wait; the applications are then taken down with `undeploy`.
+    Raises EngineError when a replica fails to start, or is not ready in policy.start_timeout_s. It
+    may be cancelled at any time; `undeploy` then takes down what has been started.
     """
     began = time.monotonic()
-    await asyncio.to_thread(_start_applications, spec)
+    starting = asyncio.create_task(asyncio.to_thread(_start_applications, spec))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # The thread goes on all the same, and would start what `undeploy` has just ended.
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
     while waiting := await asyncio.to_thread(_not_ready):
         if time.monotonic() - began > spec.policy.start_timeout_s:
             raise EngineError(

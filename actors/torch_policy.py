@@ -22,7 +22,7 @@ from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
 from leeway.actors.tokens import Tokens
-from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea
+from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
 from leeway.replay.schema import PolicyVersion
@@ -71,6 +71,7 @@ class TorchPolicy:
         self._staging = StagingArea(self._device)
         self._weights_lock = threading.Lock()
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="leeway-decode", daemon=True)
         self._thread.start()
 
@@ -88,6 +89,9 @@ class TorchPolicy:
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn."""
         check_request(request, self._config.max_model_len)
+        # No row comes after the None of close(), so none is left unanswered.
+        if self._is_closed:
+            raise EngineError(f"request {request.request_id}: the policy is closed")
         row = _Row(request, Future())
         self._queue.put(row)
         return await asyncio.wrap_future(row.future)
@@ -102,12 +106,19 @@ class TorchPolicy:
             raise EngineError("the decoding thread has ended")
 
     async def close(self) -> None:
-        """End the decoding thread; requests in flight fail."""
+        """End the decoding thread; requests in flight, and later ones, fail with EngineError."""
+        self._is_closed = True
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, 10)
         self._staging.close()
 
     # ---- weights
+
+    async def check_manifest(self, manifest: list[TensorSpec]) -> None:
+        """Raise TransferError unless the manifest lists what this model loads."""
+        shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
+        is_tied = bool(self._model.config.tie_word_embeddings)  # pyright: ignore
+        check_manifest(manifest, shapes, optional=("lm_head.weight",) if is_tied else ())
 
     async def join(self, rendezvous: Rendezvous) -> None:
         """Join a transfer group."""
@@ -129,13 +140,9 @@ class TorchPolicy:
         return Committed(version=version, checksum=checksum, pause_s=time.monotonic() - began)
 
     def load(self, weights: dict[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Take `weights` into use as `version`. A name the model lacks or misses is an error."""
+        """Take `weights` into use as `version`; `check_manifest` has passed them."""
         with self._weights_lock:
-            missing, unexpected = self._model.load_state_dict(weights, strict=False)
-            if self._model.config.tie_word_embeddings:  # pyright: ignore
-                missing = [name for name in missing if name != "lm_head.weight"]
-            if missing or unexpected:
-                raise TransferError(f"weights do not fit: {(missing + unexpected)[0]}")
+            self._model.load_state_dict(weights, strict=False)
             self._version = version
 
     async def abandon(self) -> None:
@@ -146,7 +153,7 @@ class TorchPolicy:
         deadline = time.monotonic() + timeout_s
         while (state := self._staging.state()) == "busy":
             if time.monotonic() > deadline:
-                raise TransferError(f"the engine did not {what} within {timeout_s:.0f} s")
+                raise TransferError(f"the engine did not {what} within {timeout_s:g} s")
             await asyncio.sleep(0.005)
         if state != "idle":
             raise TransferError(state)
@@ -163,10 +170,10 @@ class TorchPolicy:
                         row.future.set_exception(EngineError(f"decoding failed: {error}"))
 
     def _gather(self) -> list[_Row] | None:
-        first = self._queue.get()
-        rows = []
+        """The next batch; None when the policy was closed."""
+        rows: list[_Row] = []
+        row = self._queue.get()
         deadline = time.monotonic() + GATHER_S
-        row: _Row | None = first
         while row is not None:
             if row.future.set_running_or_notify_cancel():
                 rows.append(row)
@@ -177,7 +184,7 @@ class TorchPolicy:
             except Empty:
                 return rows
         for waiting in rows:
-            waiting.future.set_exception(EngineError("the policy was closed"))
+            waiting.future.set_exception(EngineError("the policy is closed"))
         return None
 
     @torch.inference_mode()
@@ -189,6 +196,8 @@ class TorchPolicy:
         cache = None
         active = list(range(len(rows)))
         while active:
+            if self._is_closed:
+                raise EngineError("the policy is closed")
             with self._weights_lock:
                 version = self._version
                 position_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -ids_BL.shape[1] :]

@@ -15,6 +15,9 @@ registers it. A publish goes through vLLM's weight-transfer interface like this:
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
+import logging
 import os
 import time
 import uuid
@@ -40,26 +43,34 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.sampling_params import RequestOutputKind
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
-from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea
+from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ChecksumMismatch, TransferError
 from leeway.replay.schema import PolicyVersion
 
 BACKEND = "leeway_staged"
+SHUTDOWN_S = 20.0
+"""Seconds the engine's processes have to end by themselves; they take about 3 on a busy CPU."""
 
 
 class VllmPolicy:
     """A Policy on one vLLM engine."""
 
-    def __init__(self, engine: AsyncLLM, max_model_len: int, version: PolicyVersion) -> None:
+    def __init__(
+        self, engine: AsyncLLM, model: Path, max_model_len: int, version: PolicyVersion
+    ) -> None:
         self._engine = engine
+        self._loaded = _loaded_shapes(model)
         self._max_model_len = max_model_len
         self._version = version
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         self._stop_ids: dict[tuple[str, ...], list[int]] = {}
 
     @classmethod
@@ -70,7 +81,7 @@ class VllmPolicy:
         _set_environment(config)
         engine = AsyncLLM.from_engine_args(_engine_args(model, config, seed))
         await engine.update_weight_version(str(version))
-        return cls(engine, config.max_model_len, version)
+        return cls(engine, model, config.max_model_len, version)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn; the versions are those the engine reports for its tokens."""
@@ -85,7 +96,9 @@ class VllmPolicy:
             skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # The salt keeps a prefix that was cached under older weights from being reused.
+        # The salt keeps a prefix that was cached under older weights from being reused. A request
+        # sent during the pause would carry the old salt and start under the new weights.
+        await self._unpaused.wait()
         prompt: Any = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._version}"}
         final = None
         # vLLM forgets an id only after its last output; a retry must not collide with it.
@@ -134,10 +147,19 @@ class VllmPolicy:
         await self._engine.check_health()
 
     async def close(self) -> None:
-        """End the engine process."""
-        self._engine.shutdown()
+        """End the engine's processes; requests in flight, and later ones, fail with EngineError."""
+        # The front end reports the end of its engine as a failure, with a traceback.
+        logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
+        await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
     # ---- weights
+
+    async def check_manifest(self, manifest: list[TensorSpec]) -> None:
+        """Raise TransferError unless the manifest lists what the engine loaded from its folder."""
+        if not self._loaded:
+            return  # no safetensors: what is loaded shows only when it is
+        is_tied = getattr(self._engine.model_config.hf_config, "tie_word_embeddings", False)
+        check_manifest(manifest, self._loaded, optional=("lm_head.weight",) if is_tied else ())
 
     async def join(self, rendezvous: Rendezvous) -> None:
         """Join a transfer group; returns when the worker's join has started and ended."""
@@ -167,12 +189,14 @@ class VllmPolicy:
                 await self.abandon()
                 raise ChecksumMismatch(problem)
         core = self._engine.engine_core
+        self._unpaused.clear()
         began = time.monotonic()
-        await core.pause_scheduler_async(mode="keep", clear_cache=False)
         try:
+            await core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self._engine.finish_weight_update(str(version))
             self._version = version
         finally:
+            self._unpaused.set()
             await self._engine.resume_generation()
         return Committed(version=version, checksum=checksum, pause_s=time.monotonic() - began)
 
@@ -181,15 +205,18 @@ class VllmPolicy:
         await self._engine.collective_rpc("leeway_abandon")
 
     async def _until_idle(self, what: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        # Each look is a call between two steps of the engine, so a long wait looks less often.
+        deadline, pause_s = time.monotonic() + timeout_s, 0.002
         while time.monotonic() < deadline:
-            problems = await self._engine.collective_rpc("leeway_transfer_state")
-            if any(p not in ("busy", "idle") for p in problems):
-                raise TransferError(next(p for p in problems if p not in ("busy", "idle")))
-            if all(p == "idle" for p in problems):
+            states = set(await self._engine.collective_rpc("leeway_transfer_state"))
+            problems = states - {"busy", "idle"}
+            if problems:
+                raise TransferError(problems.pop())
+            if states == {"idle"}:
                 return
-            await asyncio.sleep(0.005)
-        raise TransferError(f"the engine did not {what} within {timeout_s:.0f} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.05)
+        raise TransferError(f"the engine did not {what} within {timeout_s:g} s")
 
 
 def _set_environment(config: PolicyConfig) -> None:
@@ -231,6 +258,17 @@ def _engine_args(model: Path, config: PolicyConfig, seed: int) -> AsyncEngineArg
     )
 
 
+def _loaded_shapes(model: Path) -> dict[str, list[int]]:
+    """Name and shape of every tensor in the model's safetensors files; empty if it has none."""
+    tensors = get_safetensors_params_metadata(str(model))
+    # Old checkpoints hold this buffer; engines compute it.
+    return {
+        name: entry["shape"]
+        for name, entry in tensors.items()
+        if "shape" in entry and not name.endswith(".rotary_emb.inv_freq")
+    }
+
+
 # ---- in the engine's worker process
 
 
@@ -253,6 +291,10 @@ class StagedTransferEngine(WeightTransferEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.staging = StagingArea(self.device)
+        # It warns at each reload about layers without weights of their own, such as a tied head;
+        # what was not loaded shows in check_in_use.
+        reload_log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        reload_log.setLevel(logging.ERROR)
 
     def init_transfer_engine(self, init_info: _InitInfo) -> None:
         rendezvous = Rendezvous.from_dict(init_info.rendezvous)
@@ -281,6 +323,8 @@ class StagedTransferEngine(WeightTransferEngine):
 
     def shutdown(self) -> None:
         self.staging.close()
+        # The process ends now. Looking for garbage in all it ever loaded would take 2 s more.
+        atexit.register(gc.freeze)
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
@@ -301,7 +345,7 @@ class WorkerExtension:
         """What is wrong with the staged weights, None if nothing is."""
         try:
             self.weight_transfer_engine.staging.check(checksum)
-        except ChecksumMismatch as error:
+        except TransferError as error:
             return str(error)
         return None
 

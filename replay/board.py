@@ -1,6 +1,7 @@
 """The policy board: which engines live, what the learner publishes, and how each engine fared.
 
-    learner    engines() -> announce(a) -> reports(.., "joined") -> send -> reports(.., "committed")
+    learner    engines() -> announce(a) -> reports(.., "ready") -> form the group
+               -> reports(.., "joined") -> send -> reports(.., "committed")
     engine     heartbeat(record) every few seconds; next_announcement(seen) -> report(..) per stage
 
 The learner waits for the stream of reports of one publish, an engine for the stream of
@@ -35,11 +36,17 @@ __all__ = [
 REPORTS_KEPT_S: Final = 3600
 """Reports of a publish are forgotten after this long."""
 
-Stage = Literal["joined", "staged", "committed", "failed"]
-"""How far an engine is with a publish: in the transfer group, holding the new weights beside the
-old ones, using them; or it gave up."""
+Stage = Literal["ready", "joined", "staged", "committed", "failed"]
+"""How far an engine is with a publish: it lives and can load what the manifest lists, is in the
+transfer group, holds the new weights beside the old ones, uses them; or it gave up."""
 
-_PROGRESS: Final[dict[Stage, int]] = {"joined": 1, "staged": 2, "committed": 3, "failed": 4}
+_PROGRESS: Final[dict[Stage, int]] = {
+    "ready": 1,
+    "joined": 2,
+    "staged": 3,
+    "committed": 4,
+    "failed": 5,
+}
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -103,6 +110,12 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     """Why it failed; None unless the stage is `failed`."""
 
+    def has_reached(self, stage: Stage) -> bool:
+        """At `stage` or further; an engine that failed is at none but `failed`."""
+        if self.stage == "failed":
+            return stage == "failed"
+        return _PROGRESS[self.stage] >= _PROGRESS[stage]
+
 
 class PolicyBoard:
     """Membership and publishing of one run, over Redis. One instance per event loop."""
@@ -161,7 +174,9 @@ class PolicyBoard:
         """Tell the engines of a publish. Repeating one is harmless: it has the same id."""
         fields = {b"json": msgspec.json.encode(announcement)}
         await self._link.call(
-            lambda: self._client.xadd(self._keys.announcements, fields, maxlen=16)
+            lambda: self._client.xadd(
+                self._keys.announcements, fields, maxlen=16, approximate=False
+            )
         )
 
     async def latest_announcement(self) -> Announcement | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -147,6 +148,16 @@ class Link:
 
         It may have run already when its reply was lost, so it must be harmless to repeat.
         """
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task else 0
+        result = await self._call(operation)
+        # redis sends with asyncio.wait_for, which in Python 3.11 can lose a cancellation; the
+        # caller's loop would go on for ever. So it ends with this call, BLOCK_MS later at most.
+        if task and task.cancelling() > num_cancels:
+            raise asyncio.CancelledError
+        return result
+
+    async def _call(self, operation: Callable[[], Awaitable[T]]) -> T:
         try:
             return await operation()
         except _OUTSIDE as error:

@@ -25,13 +25,18 @@ BUCKET_BYTES = 64 * 2**20
 
 def build_store(host: str, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
     """The rendezvous of one transfer group. Port 0: the master takes a free one (`store.port`)."""
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise TransferError(
+            f"no rendezvous at {host}:{port} within {timeout_s:g} s: {_first_line(error)}"
+        ) from error
 
 
 def build_group(
@@ -52,19 +57,20 @@ def build_group(
         return dist.ProcessGroupGloo(store, rank, size, timeout)  # pyright: ignore[reportReturnType]
     except RuntimeError as error:
         raise TransferError(
-            f"rank {rank} of {size} could not join the transfer group within {timeout_s:.0f} s: "
+            f"rank {rank} of {size} could not join the transfer group within {timeout_s:g} s: "
             f"{_first_line(error)}"
         ) from error
 
 
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Send (rank 0) or receive (others) one tensor; returns when this end has done with it."""
+def broadcast(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+    """Send (rank 0) or receive (others) a flat tensor; returns when this end has done with it."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
-        group.broadcast([tensor], options).wait()
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+        # As bytes: gloo refuses some dtypes, such as bool and int16.
+        group.broadcast([flat.view(torch.uint8)], options).wait()
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
     except RuntimeError as error:
         raise TransferError(f"broadcast of weights failed: {_first_line(error)}") from error
 
@@ -140,16 +146,41 @@ def receive(
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
     """Digest of names, dtypes, shapes and every bit, the same on CPU and GPU.
 
-    Per tensor the sum over its 16-bit words of word * (1 + position mod 65,521), in wrapping 64-bit
-    integers: exact, computed where the tensor lies, and different when elements move.
+    Per tensor the sum of word * position over its 32-bit words, counted from 1, in wrapping 64-bit
+    integers: int32 [5, 7] -> 5 * 1 + 7 * 2 = 19. It is exact, computed where the tensor lies, and
+    different when elements move: two words swapped change it by less than 2**64 and not by 0.
     """
+    totals = [_weighted_sum(_words(tensor)) for tensor in tensors.values()]
+    # One wait for the device, not one for each tensor.
+    sums = [int(total) for total in torch.stack(totals).cpu()] if totals else []
     digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        words = tensor.detach().contiguous().reshape(-1).view(torch.int16).to(torch.int64)
-        weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) % 65521 + 1
-        total = int((words * weights).sum().item())
+    for (name, tensor), total in zip(tensors.items(), sums, strict=True):
         digest.update(f"{name}|{tensor.dtype}|{list(tensor.shape)}|{total}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as int32 words, the last one filled up with zeros."""
+    flat = tensor.detach().reshape(-1)
+    size = flat.element_size()
+    if flat.storage_offset() * size % 4:
+        flat = flat.clone()
+    rest = -flat.numel() * size % 4
+    if rest:
+        flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, rest))
+    return flat.view(torch.int32)
+
+
+def _weighted_sum(words: torch.Tensor) -> torch.Tensor:
+    # In chunks: the 64-bit copies of a large tensor would be four times its size, and on a CPU
+    # chunks that fit into its cache are ten times as fast.
+    chunk = 2**22 if words.is_cuda else 2**16
+    first = torch.arange(1, 1 + min(chunk, words.numel()), device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk].to(torch.int64)
+        total += start * part.sum() + part.mul_(first[: len(part)]).sum()
+    return total
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,8 +2,7 @@
 
 A child gets its own session, so that Ctrl-C in the terminal reaches only the parent, which then
 ends the children in the order it wants. Should the parent be killed, the kernel ends the children.
-Should a child be killed, what it had started becomes the parent's own (`adopt_orphans`) and is ended
-with it.
+Should a child be killed, the parent takes over what it had started (`adopt_orphans`) and ends that.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 _CAUSE = re.compile(
-    r"(?:[a-z_]\w*\.)+(?P<ours>[A-Z]\w+: .+)"  # leeway.replay.errors.DataError: a.jsonl, line 3: ...
+    r"(?:[a-z_]\w*\.)+(?P<ours>[A-Z]\w+: .+)"  # leeway.replay.errors.DataError: a.jsonl, ...
     r"|(?P<builtin>[A-Z]\w*Error: .+)"
     r"|\s+traceback : (?P<signal>Signal .+)"  # how torchrun says that a rank was killed
 )
@@ -100,7 +99,7 @@ def adopt_orphans() -> None:
 
 
 def last_error(log: Path, start: int = 0) -> str | None:
-    """The last line of a log, from byte `start`, that says why its process failed; None if none does.
+    """The last line of a log, from byte `start`, that says why a process failed; None without one.
 
     "leeway.learner.errors.NonFiniteError: the loss is nan" -> "NonFiniteError: the loss is nan"
     """

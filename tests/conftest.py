@@ -1,4 +1,4 @@
-"""The `leeway` command as a person runs it: a process of its own, watched, with nothing left of it."""
+"""The `leeway` command as a person runs it: a process of its own, and a look at what it leaves."""
 
 from __future__ import annotations
 

@@ -2,16 +2,22 @@
 
     learner                                 engine (actors/membership.py)
     read membership from the policy board
-    announce  ---------------------------->  join the group if it is new, report `joined`
+    announce  ---------------------------->  can it load the manifest? report `ready`
+    wait for `ready` of all, then form
+    the group if it is new  -------------->  join it, report `joined`
     wait for `joined` of all
-    broadcast into their staging  -------->  generation goes on; report `staged`
+    broadcast into their staging  -------->  generation goes on
                                              pause, swap, resume; report `committed`
     confirm: wait for `committed`,
     compare checksums, evict who differs
 
 `publish` returns after the broadcast, so that the learner trains on while engines commit; `confirm`
-is called before the next publish and at the end. A failure or a change of membership makes a new
-numbered group; whoever misses a deadline is left out of it.
+is called before the next publish and at the end.
+
+Forming a group needs every member at once, and one that is missing makes it fail for all. Hence
+`ready` comes first, through Redis: whoever died or is late shows there by name and is evicted, and
+the others are announced to again, for a new numbered group. A failure later on makes a new group,
+too; then `ready` tells again who is left.
 """
 
 from __future__ import annotations
@@ -19,20 +25,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from leeway.replay import transfer
-from leeway.replay.board import Announcement, EngineRecord, EngineReport, PolicyBoard
+from leeway.replay.board import (
+    Announcement,
+    EngineRecord,
+    EngineReport,
+    PolicyBoard,
+    Stage,
+    TensorSpec,
+)
 from leeway.replay.errors import TransferError, WaitTimeout
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
+
+MAX_FAILURES = 2
+"""Transfers that may fail in one publish, and failures one engine may report in it."""
+LOOK_S = 1.0
+"""Seconds between two looks, while waiting for reports, which engines still live."""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +71,7 @@ class Publisher:
     """Rank 0 of the learner owns one."""
 
     def __init__(self, board: PolicyBoard, device: torch.device, timeout_s: float) -> None:
+        """`timeout_s` bounds each wait: for `ready`, the group, the bytes, and `committed`."""
         self._board = board
         self._device = device
         self._timeout_s = timeout_s
@@ -62,6 +82,7 @@ class Publisher:
         self._store: dist.TCPStore | None = None
         self._members: dict[str, int] = {}
         self._pending: tuple[Announcement, float] | None = None
+        self._version = PolicyVersion(0)
         self._evicted: dict[str, str] = {}
 
     async def resume(self) -> None:
@@ -73,44 +94,57 @@ class Publisher:
     async def publish(self, version: PolicyVersion, weights: Mapping[str, torch.Tensor]) -> int:
         """Send `weights` as `version` to every live engine; returns how many received it.
 
-        Raises TransferError when engines are alive and none could be reached twice in a row.
+        Engines that died or are late are evicted, the others get it. Raises TransferError when
+        every engine that lives refuses, or when sending fails MAX_FAILURES times.
         """
-        for attempt in (1, 2):
-            engines = {e.engine_id: e for e in await self._board.engines()}
+        self._version = version
+        manifest, checksum = transfer.describe(weights), transfer.checksum(weights)
+        lost, reason = _Lost(), ""
+        while lost.num_transfers < MAX_FAILURES:
+            engines = [e for e in await self._board.engines() if e.engine_id not in lost.engines]
             if not engines:
-                return 0
+                break
+            announcement = self._announcement(engines, manifest, checksum)
             try:
-                return await self._send(version, weights, engines)
-            except (TransferError, WaitTimeout) as error:
-                log.warning("publish of version %d, attempt %d: %s", version, attempt, error)
-                self._group = None
-        raise TransferError(f"version {version} reached no engine: {error_summary(self._evicted)}")
+                if await self._send(announcement, weights, lost):
+                    return len(engines)
+            except TransferError as error:
+                log.warning("publish of version %d: %s", version, error)
+                lost.num_transfers += 1
+                reason = str(error)
+            self._group = None
+        else:
+            raise TransferError(f"version {version} was not published: {reason}")
+        if lost.refusal is not None:
+            raise TransferError(f"version {version} was not published: {lost.refusal}")
+        return 0
 
     async def _send(
-        self,
-        version: PolicyVersion,
-        weights: Mapping[str, torch.Tensor],
-        engines: Mapping[str, EngineRecord],
-    ) -> int:
-        announcement = self._announcement(version, weights, engines)
-        joining = self._start_joining(announcement) if announcement.new_group else None
+        self, announcement: Announcement, weights: Mapping[str, torch.Tensor], lost: _Lost
+    ) -> bool:
+        """Announce and send. False if an engine was not ready; raises TransferError otherwise."""
         began = time.monotonic()
         await self._board.announce(announcement)
-        await self._await_stage(announcement, "joined")
-        if joining is not None:
-            await asyncio.to_thread(self._finish_joining, joining, announcement)
-        assert self._group is not None
-        await asyncio.to_thread(transfer.send, self._group, weights)
+        outcome = await self._await_stage(announcement, "ready")
+        if not outcome.is_complete:
+            await self._evict(lost.add(outcome))
+            return False
+        if self._group is None:
+            self._group = await self._form_group(announcement)
+        outcome = await self._await_stage(announcement, "joined")
+        if not outcome.is_complete:
+            raise TransferError(error_summary(outcome.failed | outcome.silent))
+        try:
+            await asyncio.to_thread(transfer.send, self._group, weights)
+        except TransferError as error:
+            raise TransferError(f"to {_names(announcement)}: {error}") from error
         self._pending = (announcement, began)
-        return len(announcement.rank_offsets)
+        return True
 
     def _announcement(
-        self,
-        version: PolicyVersion,
-        weights: Mapping[str, torch.Tensor],
-        engines: Mapping[str, EngineRecord],
+        self, engines: list[EngineRecord], manifest: list[TensorSpec], checksum: str
     ) -> Announcement:
-        members = {engine_id: record.num_ranks for engine_id, record in engines.items()}
+        members = {engine.engine_id: engine.num_ranks for engine in engines}
         new_group = self._group is None or members != self._members
         if new_group:
             self._group, self._members = None, members
@@ -124,73 +158,94 @@ class Publisher:
         self._publish_id += 1
         return Announcement(
             publish_id=self._publish_id,
-            version=version,
+            version=self._version,
             group_number=self._group_number,
             new_group=new_group,
             host=self._host,
             port=self._store.port,
             world_size=rank,
             rank_offsets=offsets,
-            manifest=transfer.describe(weights),
-            checksum=transfer.checksum(weights),
+            manifest=manifest,
+            checksum=checksum,
             deadline_s=self._timeout_s,
         )
 
-    def _start_joining(self, announcement: Announcement) -> _Joining:
+    async def _form_group(self, announcement: Announcement) -> dist.ProcessGroup:
         assert self._store is not None
-        return _Joining(self._store, announcement.world_size, self._device, self._timeout_s)
+        size, device = announcement.world_size, self._device
+        try:
+            group = await asyncio.to_thread(
+                transfer.build_group, self._store, 0, size, device, self._timeout_s
+            )
+        except TransferError as error:
+            # It says nothing about who was missing; the engines may have.
+            outcome = await self._await_stage(announcement, "joined", timeout_s=LOOK_S)
+            engines = error_summary(outcome.failed | outcome.silent)
+            raise TransferError(f"{error}; engines: {engines}") from error
+        log.info("transfer group %d: %s", announcement.group_number, _names(announcement))
+        return group
 
-    def _finish_joining(self, joining: _Joining, announcement: Announcement) -> None:
-        self._group = joining.result()
-        log.info(
-            "transfer group %d: %d engines",
-            announcement.group_number,
-            len(announcement.rank_offsets),
-        )
+    async def _await_stage(
+        self, announcement: Announcement, stage: Stage, timeout_s: float | None = None
+    ) -> _Outcome:
+        """Until each engine has reached `stage`, failed, died, or `timeout_s` is over."""
+        outcome = _Outcome()
+        waiting = set(announcement.rank_offsets)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                reports = await self._board.reports(
+                    announcement.publish_id, waiting, stage, min(LOOK_S, left_s)
+                )
+            except WaitTimeout as timeout:
+                late = f"not {stage} within {timeout_s:g} s" if left_s <= LOOK_S else None
+                outcome.silent |= await self._silent(timeout.missing, late)
+            else:
+                outcome.add(reports, stage)
+            waiting -= outcome.engines
+        return outcome
 
-    async def _await_stage(self, announcement: Announcement, stage: str) -> dict[str, EngineReport]:
-        """Reports of every member at `stage`; a member that fails or is late is evicted."""
-        reports = await self._board.reports(
-            announcement.publish_id,
-            list(announcement.rank_offsets),
-            stage,  # pyright: ignore[reportArgumentType]
-            self._timeout_s,
-        )
-        failed = {
-            e: r.error or "no reason given" for e, r in reports.items() if r.stage == "failed"
-        }
-        if failed:
-            self._evicted.update(failed)
-            for engine_id in failed:
-                await self._board.withdraw(engine_id)
-            raise TransferError(error_summary(failed))
-        return reports
+    async def _silent(self, missing: tuple[str, ...], late: str | None) -> dict[str, str]:
+        """Those of the missing that are not waited for any longer, and why.
+
+        `late` is why the living are not; None waits on for them.
+        """
+        living = {engine.engine_id for engine in await self._board.engines()}
+        dead = {e: "its heartbeat ended" for e in missing if e not in living}
+        return dead if late is None else dict.fromkeys(missing, late) | dead
+
+    async def _evict(self, engines: Mapping[str, str]) -> None:
+        for engine_id, reason in engines.items():
+            log.warning("version %d: %s is evicted: %s", self._version, engine_id, reason)
+            await self._board.withdraw(engine_id)
+            self._evicted[engine_id] = reason
+            self._group = None
 
     async def confirm(self) -> Published | None:
-        """Wait until the last published version is in use everywhere; None if there was none.
+        """Wait until the last published version is in use everywhere.
 
-        An engine that reports another checksum is evicted: it holds weights nobody trained.
+        None if nothing was published since. An engine that is late, failed, or reports another
+        checksum is evicted: it holds weights nobody trained, or older ones.
         """
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        outcome, began = _Outcome(), time.monotonic()
+        if pending is not None:
+            announcement, began = pending
+            outcome = await self._await_stage(announcement, "committed")
+            wrong = {
+                e: f"checksum {r.checksum}, sent {announcement.checksum}"
+                for e, r in outcome.reached.items()
+                if r.checksum != announcement.checksum
+            }
+            await self._evict(outcome.failed | outcome.silent | wrong)
+        evicted, self._evicted = self._evicted, {}
+        if pending is None and not evicted:
             return None
-        announcement, began = self._pending
-        self._pending = None
-        evicted: dict[str, str] = {}
-        try:
-            reports = await self._await_stage(announcement, "committed")
-        except (TransferError, WaitTimeout) as error:
-            log.warning("version %d was not confirmed: %s", announcement.version, error)
-            self._group = None
-            evicted, self._evicted = dict(self._evicted), {}
-            reports = {}
-        for engine_id, report in reports.items():
-            if report.checksum != announcement.checksum:
-                evicted[engine_id] = f"checksum {report.checksum}, sent {announcement.checksum}"
-                await self._board.withdraw(engine_id)
-                self._group = None
-        good = [r for e, r in reports.items() if e not in evicted]
+        good = [r for e, r in outcome.reached.items() if e not in evicted]
         return Published(
-            version=PolicyVersion(announcement.version),
+            version=self._version,
             num_engines=len(good),
             transfer_s=max((r.transfer_s for r in good), default=time.monotonic() - began),
             pause_s=[r.pause_s for r in good],
@@ -198,35 +253,59 @@ class Publisher:
         )
 
 
-class _Joining:
-    """Building the group needs every engine, so it runs beside the wait for their reports."""
+@dataclass
+class _Outcome:
+    """How a wait for one stage ended, engine by engine."""
 
-    def __init__(
-        self, store: dist.TCPStore, size: int, device: torch.device, timeout_s: float
-    ) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self._error: Exception | None = None
-        self._timeout_s = timeout_s
+    reached: dict[str, EngineReport] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Said what went wrong."""
+    silent: dict[str, str] = field(default_factory=dict)
+    """Died, or did not say anything in time."""
 
-        def join() -> None:
-            try:
-                self._group = transfer.build_group(store, 0, size, device, timeout_s)
-            except TransferError as error:
-                self._error = error
+    @property
+    def engines(self) -> set[str]:
+        return self.reached.keys() | self.failed.keys() | self.silent.keys()
 
-        self._thread = threading.Thread(target=join, name="leeway-join", daemon=True)
-        self._thread.start()
+    @property
+    def is_complete(self) -> bool:
+        return not self.failed and not self.silent
 
-    def result(self) -> dist.ProcessGroup:
-        """The group, or the reason there is none."""
-        self._thread.join(self._timeout_s)
-        if self._error is not None:
-            raise self._error
-        if self._group is None:
-            raise TransferError(
-                f"the transfer group was not complete within {self._timeout_s:.0f} s"
-            )
-        return self._group
+    def add(self, reports: Mapping[str, EngineReport], stage: Stage) -> None:
+        for engine_id, report in reports.items():
+            if report.stage == "failed":
+                self.failed[engine_id] = report.error or "no reason given"
+            elif report.has_reached(stage):
+                self.reached[engine_id] = report
+
+
+@dataclass
+class _Lost:
+    """What one publish has gone through so far."""
+
+    engines: set[str] = field(default_factory=set)
+    """Evicted by it; not asked again even if they beat."""
+    failures: Counter[str] = field(default_factory=Counter)
+    num_transfers: int = 0
+    """That failed since the last eviction."""
+    refusal: str | None = None
+    """What the last engine that was evicted for a failure said."""
+
+    def add(self, outcome: _Outcome) -> dict[str, str]:
+        """The engines to evict: the silent ones, and those that failed again."""
+        self.failures.update(outcome.failed.keys())
+        failed = {e: r for e, r in outcome.failed.items() if self.failures[e] >= MAX_FAILURES}
+        if failed:
+            self.refusal = error_summary(failed)
+        evicted = outcome.silent | failed
+        if evicted:
+            self.engines |= evicted.keys()
+            self.num_transfers = 0
+        return evicted
+
+
+def _names(announcement: Announcement) -> str:
+    return ", ".join(announcement.rank_offsets)
 
 
 def error_summary(failed: Mapping[str, str]) -> str:

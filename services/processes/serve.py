@@ -12,7 +12,8 @@ import asyncio
 import logging
 import signal
 import sys
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from leeway.replay.board import RunBoard
 from leeway.services.config import RunConfig
@@ -23,30 +24,18 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 
+T = TypeVar("T")
+
 
 async def serve(run: RunDirectory) -> None:
-    """Deploy, evaluate, and follow the run until it is done and SIGTERM arrives, or SIGTERM alone."""
-    config = run.read_config()
-    url = run.read_redis_url()
-    board = RunBoard(url, run.root.name)
+    """Deploy, evaluate, follow the run; at SIGTERM, done or not, take all down again."""
     stopping = asyncio.Event()
     _listen(stopping)
-    from leeway.actors.serve_app import undeploy
-
     with local_ray():
         _listen(stopping)  # again: Ray sets handlers of its own when it starts
-        course = asyncio.create_task(_deploy_and_follow(run, config, url, board))
-        stopped = asyncio.create_task(stopping.wait())
-        try:
-            await asyncio.wait({course, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if course.done():
-                course.result()
-                await stopped
-        finally:
-            course.cancel()
-            await asyncio.gather(course, return_exceptions=True)
-            await asyncio.to_thread(undeploy)
-            await board.close()
+        await asyncio.sleep(0.05)  # a signal that came while Ray started is seen now
+        if not stopping.is_set():
+            await _deploy_and_follow(run, stopping)
 
 
 def _listen(stopping: asyncio.Event) -> None:
@@ -54,14 +43,34 @@ def _listen(stopping: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
 
 
-async def _deploy_and_follow(
-    run: RunDirectory, config: RunConfig, url: str, board: RunBoard
-) -> None:
-    from leeway.actors.serve_app import deploy
+async def _deploy_and_follow(run: RunDirectory, stopping: asyncio.Event) -> None:
+    from leeway.actors.serve_app import deploy, undeploy
 
+    config, url = run.read_config(), run.read_redis_url()
     model, version = starting_point(run, config)
-    deployed = await deploy(actor_spec(run, config, url, model, version))
-    await Course(board, config, deployed.rollout, first_version=version).follow()
+    deployed = await _unless(stopping, deploy(actor_spec(run, config, url, model, version)))
+    if deployed is None:
+        return  # replicas that still load have nothing to hand over; they end with Ray
+    board = RunBoard(url, run.root.name)
+    try:
+        course = Course(board, config, deployed.rollout, first_version=version)
+        await _unless(stopping, course.follow())
+        await stopping.wait()
+    finally:
+        await asyncio.to_thread(undeploy)
+        await board.close()
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None when the stop comes first, and `work` is cancelled."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        stopped.cancel()
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
 
 
 class Course:

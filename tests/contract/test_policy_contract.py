@@ -1,21 +1,9 @@
 """What every Policy keeps to, whichever engine is behind it.
 
-The suite runs over the names in `BACKENDS`. For each it looks up the module-scoped fixture
+The suite runs over the names in `BACKENDS`. For each it looks up the fixture
 `{name}_policy_factory`, which returns a PolicyFactory; a backend without that fixture, or whose
 library is not installed (`pytest.importorskip` inside the fixture), is skipped by name. `scripted`
-is defined here; to plug in another, define its fixture in tests/contract/conftest.py:
-
-    @pytest.fixture(scope="module")
-    def torch_policy_factory(tmp_path_factory) -> PolicyFactory:
-        torch_policy = pytest.importorskip("leeway.actors.torch_policy")
-
-        @asynccontextmanager
-        async def factory():
-            policy = ...
-            yield policy, tokens, set_version      # set_version: async, by a publish or without
-            await policy.close()
-
-        return factory
+is defined here, the others in tests/contract/conftest.py.
 
 One policy serves the whole suite (an engine takes half a minute to start), so no rule here depends
 on the version it starts with, and none closes it.
@@ -36,7 +24,7 @@ from leeway.actors.search.protocol import TAGS
 from leeway.actors.tokens import Tokens, write_byte_tokenizer
 from leeway.replay.errors import ConfigurationError
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BACKENDS = ["scripted", "torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 
@@ -78,14 +66,19 @@ def scripted_policy_factory(tmp_path_factory: pytest.TempPathFactory) -> PolicyF
     return factory
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=BACKENDS)
-async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def policy_factory(request: pytest.FixtureRequest) -> PolicyFactory:
+    # Not in `subject`: an asynchronous fixture cannot ask for another one by name.
     name = f"{request.param}_policy_factory"
     try:
-        factory: PolicyFactory = request.getfixturevalue(name)
+        return request.getfixturevalue(name)
     except pytest.FixtureLookupError:
         pytest.skip(f"no fixture {name}; tests/contract/conftest.py is its place")
-    async with factory() as (policy, tokens, set_version):
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def subject(policy_factory: PolicyFactory) -> AsyncIterator[Subject]:
+    async with policy_factory() as (policy, tokens, set_version):
         yield Subject(policy, tokens, set_version)
 
 

@@ -57,7 +57,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
         _write_lines(
             template / f"{name}.jsonl",
             [
-                {"id": f"q{n}", "question": f"Where does place {n} lie?", "golden_answers": ["north"]}
+                {
+                    "id": f"q{n}",
+                    "question": f"Where does place {n} lie?",
+                    "golden_answers": ["north"],
+                }
                 for n in range(first, first + count)
             ],
         )

@@ -1,4 +1,4 @@
-"""Bad input through the command line: one sentence, exit code 2, nothing made and nothing started."""
+"""Bad input through the command line: one sentence, exit code 2, nothing made or started."""
 
 from __future__ import annotations
 

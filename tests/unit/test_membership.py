@@ -1,0 +1,367 @@
+"""An engine's side of publishing, with a policy that only says what it was asked to do.
+
+The learner's side is played by the tests, on a real policy board.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from leeway.actors.membership import Membership
+from leeway.actors.weight_receiver import (
+    Committed,
+    Rendezvous,
+    StagingArea,
+    check_manifest,
+)
+from leeway.replay.board import Announcement, EngineReport, PolicyBoard, Stage, TensorSpec
+from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.server import EmbeddedRedis
+
+HEARTBEAT_S, DEADLINE_S, AMPLE_S = 0.2, 0.6, 5.0
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def board(url: str) -> AsyncIterator[PolicyBoard]:
+    board = PolicyBoard(url, f"test-{uuid.uuid4().hex}")
+    yield board
+    await board.close()
+
+
+class FakePolicy:
+    """Notes its calls; `faults` maps a call's name to what it does instead."""
+
+    def __init__(self, **faults: Callable[[], Awaitable[object]]) -> None:
+        self.calls: list[str] = []
+        self.faults = faults
+        self.held = PolicyVersion(0)
+
+    async def _call(self, name: str) -> object | None:
+        self.calls.append(name)
+        fault = self.faults.get(name)
+        return await fault() if fault else None
+
+    async def version(self) -> PolicyVersion:
+        return self.held
+
+    async def check_manifest(self, manifest: list[TensorSpec]) -> None:
+        await self._call("check_manifest")
+
+    async def join(self, rendezvous: Rendezvous) -> None:
+        await self._call(f"join {rendezvous.rank_offset} of {rendezvous.world_size}")
+
+    async def stage(self, manifest: list[TensorSpec], timeout_s: float) -> float:
+        await self._call("stage")
+        return 0.0
+
+    async def commit(self, version: PolicyVersion, checksum: str) -> Committed:
+        reported = await self._call("commit")
+        self.held = version
+        return Committed(version=version, checksum=str(reported or checksum), pause_s=0.25)
+
+    async def abandon(self) -> None:
+        await self._call("abandon")
+
+
+def raising(error: Exception) -> Callable[[], Awaitable[object]]:
+    async def fault() -> object:
+        raise error
+
+    return fault
+
+
+async def never() -> object:
+    return await asyncio.get_running_loop().create_future()
+
+
+def announcement(publish_id: int, group_number: int = 1, new_group: bool = True) -> Announcement:
+    return Announcement(
+        publish_id=publish_id,
+        version=publish_id + 10,
+        group_number=group_number,
+        new_group=new_group,
+        host="127.0.0.1",
+        port=1,
+        world_size=3,
+        rank_offsets={"a": 1, "b": 2},
+        manifest=[TensorSpec(name="w", dtype="float32", shape=[2])],
+        checksum="0f",
+        deadline_s=DEADLINE_S,
+    )
+
+
+@asynccontextmanager
+async def running(board: PolicyBoard, policy: FakePolicy) -> AsyncIterator[Membership]:
+    membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
+    task = asyncio.create_task(membership.run(), name="run")
+    while not await board.engines() and not task.done():
+        await asyncio.sleep(0.01)
+    try:
+        yield membership
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=AMPLE_S)
+        assert task.done()
+
+
+async def report_of(board: PolicyBoard, publish_id: int, stage: Stage) -> EngineReport:
+    return (await board.reports(publish_id, ["a"], stage, AMPLE_S))["a"]
+
+
+# --- what an engine says ------------------------------------------------------------------------
+
+
+async def test_engine_is_ready_then_joined_then_committed(board):
+    policy = FakePolicy()
+    said: list[str] = []
+    report = board.report
+
+    async def note(engine_report: EngineReport) -> None:
+        said.append(engine_report.stage)
+        await report(engine_report)
+
+    board.report = note
+    async with running(board, policy) as membership:
+        await board.announce(announcement(1))
+        last = await report_of(board, 1, "committed")
+    assert said == ["ready", "joined", "committed"]
+    assert policy.calls == ["check_manifest", "join 1 of 3", "stage", "commit"]
+    assert (last.version, last.checksum, last.pause_s, last.error) == (11, "0f", 0.25, None)
+    assert membership.last == last
+
+
+async def test_version_is_on_the_board_when_the_engine_says_committed(board):
+    async with running(board, FakePolicy()):
+        await board.announce(announcement(1))
+        await report_of(board, 1, "committed")
+        assert await board.oldest_version() == 11
+
+
+async def test_engine_joins_a_group_once(board):
+    policy = FakePolicy()
+    async with running(board, policy):
+        await board.announce(announcement(1))
+        await report_of(board, 1, "committed")
+        await board.announce(announcement(2, new_group=False))
+        await report_of(board, 2, "committed")
+        await board.announce(announcement(3, group_number=2))
+        await report_of(board, 3, "committed")
+    assert policy.calls.count("join 1 of 3") == 2
+
+
+async def test_announcement_that_does_not_name_the_engine_is_not_for_it(board):
+    policy = FakePolicy()
+    async with running(board, policy):
+        other = announcement(1)
+        other.rank_offsets.pop("a")
+        await board.announce(other)
+        await board.announce(announcement(2))
+        await report_of(board, 2, "committed")
+    assert policy.calls.count("commit") == 1
+
+
+async def test_announcement_from_before_the_engine_came_is_over(board):
+    await board.announce(announcement(1))
+    policy = FakePolicy()
+    async with running(board, policy):
+        await asyncio.sleep(2 * HEARTBEAT_S)
+    assert policy.calls == []
+
+
+async def test_heartbeats_keep_the_engine_alive_until_it_is_cancelled(board):
+    async with running(board, FakePolicy()):
+        await asyncio.sleep(4 * HEARTBEAT_S)
+        assert [engine.engine_id for engine in await board.engines()] == ["a"]
+    assert await board.engines() == []
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+async def test_manifest_it_cannot_load_fails_before_it_joins_anything(board):
+    policy = FakePolicy(check_manifest=raising(TransferError("the manifest lacks w")))
+    async with running(board, policy) as membership:
+        await board.announce(announcement(1))
+        report = await report_of(board, 1, "failed")
+        assert membership.broken is None
+    assert report.error == "TransferError: the manifest lacks w"
+    assert policy.calls == ["check_manifest", "abandon"]
+
+
+async def test_group_it_is_not_in_fails_at_once(board):
+    policy = FakePolicy()
+    async with running(board, policy):
+        await board.announce(announcement(1, new_group=False))
+        report = await report_of(board, 1, "failed")
+    assert report.error == "TransferError: not in transfer group 1"
+    assert "join 1 of 3" not in policy.calls
+
+
+async def test_wrong_checksum_fails_and_the_next_publish_forms_a_group_again(board):
+    policy = FakePolicy(commit=raising(ChecksumMismatch("checksum 1e was received")))
+    async with running(board, policy) as membership:
+        await board.announce(announcement(1))
+        report = await report_of(board, 1, "failed")
+        assert (report.error or "").startswith("ChecksumMismatch: checksum 1e")
+        assert (membership.broken, await policy.version()) == (None, 0)
+        del policy.faults["commit"]
+        await board.announce(announcement(2, group_number=2))
+        await report_of(board, 2, "committed")
+    assert policy.calls.count("join 1 of 3") == 2
+    assert "abandon" in policy.calls
+
+
+async def test_failure_is_said_even_if_the_policy_cannot_abandon(board):
+    broken = raising(RuntimeError("engine dead"))
+    policy = FakePolicy(stage=broken, abandon=broken)
+    async with running(board, policy):
+        await board.announce(announcement(1))
+        report = await report_of(board, 1, "failed")
+    assert report.error == "RuntimeError: engine dead"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (raising(RuntimeError("half loaded")), "half loaded"),
+        (never, "version 11 was not taken into use"),
+        (raising(TransferError("lm_head does not use it")), "lm_head does not use it"),
+    ],
+    ids=["error", "late", "weights differ"],
+)
+async def test_commit_that_goes_wrong_breaks_the_engine_and_takes_it_off_the_board(
+    board, fault, reason
+):
+    membership = Membership(board, FakePolicy(commit=fault), "a", "here", heartbeat_s=HEARTBEAT_S)
+    run = asyncio.create_task(membership.run())
+    await asyncio.sleep(0.05)
+    await board.announce(announcement(1))
+    with pytest.raises(TransferError, match=reason):
+        await asyncio.wait_for(run, AMPLE_S)
+    assert reason in (membership.broken or "")
+    await asyncio.sleep(2 * HEARTBEAT_S)
+    assert await board.engines() == []
+
+
+async def test_engine_that_reports_another_checksum_than_was_sent_is_broken(board):
+    async def other() -> object:
+        return "1e"
+
+    membership = Membership(board, FakePolicy(commit=other), "a", "here", heartbeat_s=HEARTBEAT_S)
+    run = asyncio.create_task(membership.run())
+    await asyncio.sleep(0.05)
+    await board.announce(announcement(1))
+    with pytest.raises(TransferError, match="checksum 1e is in use, 0f was sent"):
+        await asyncio.wait_for(run, AMPLE_S)
+
+
+@pytest.mark.parametrize("where", ["join 1 of 3", "stage"])
+async def test_engine_that_waits_for_others_goes_on_with_a_newer_announcement(board, where):
+    policy = FakePolicy(**{where: never})
+    async with running(board, policy):
+        await board.announce(announcement(1))
+        await report_of(board, 1, "ready")
+        await asyncio.sleep(0.05)
+        policy.faults.clear()
+        began = time.monotonic()
+        await board.announce(announcement(2, group_number=2))
+        await report_of(board, 2, "committed")
+        assert time.monotonic() - began < 1.0
+        report = await report_of(board, 1, "failed")
+    assert report.error == "TransferError: the learner went on to publish 2"
+    assert policy.calls.count("abandon") == 1
+
+
+# --- the manifest -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ({"a": [2, 3]}, "lacks b, which the engine loads"),
+        ({}, "lacks a and 1 more"),
+        ({"a": [2, 3], "b": [1], "c": [1]}, "lists c, which the engine does not load"),
+        ({"a": [3, 2], "b": [1]}, r"lists a as \[3, 2\]; the engine's is \[2, 3\]"),
+    ],
+)
+def test_manifest_must_list_what_the_engine_loads(sent, message):
+    manifest = [TensorSpec(name=n, dtype="float32", shape=s) for n, s in sent.items()]
+    with pytest.raises(TransferError, match=message):
+        check_manifest(manifest, {"a": [2, 3], "b": (1,)})
+
+
+@pytest.mark.parametrize("sent", [["a"], ["a", "head"]])
+def test_manifest_may_leave_out_or_list_what_is_optional(sent):
+    manifest = [TensorSpec(name=name, dtype="bfloat16", shape=[2]) for name in sent]
+    check_manifest(manifest, {"a": [2], "head": [2]}, optional=("head",))
+    check_manifest(manifest, {"a": [2]}, optional=("head",))
+
+
+# --- staging ------------------------------------------------------------------------------------
+
+
+def wait_idle(staging: StagingArea) -> str:
+    deadline = time.monotonic() + AMPLE_S
+    while staging.state() == "busy" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return staging.state()
+
+
+def nobody(timeout_s: float) -> Rendezvous:
+    """Nobody listens on port 1."""
+    return Rendezvous(host="127.0.0.1", port=1, rank_offset=1, world_size=2, timeout_s=timeout_s)
+
+
+def test_staging_is_empty_until_something_was_received():
+    staging = StagingArea(pytest.importorskip("torch").device("cpu"))
+    assert staging.state() == "idle"
+    for use in (staging.take, lambda: staging.check("0f")):
+        with pytest.raises(TransferError, match="nothing is staged"):
+            use()
+
+
+def test_receiving_without_a_group_is_said():
+    staging = StagingArea(pytest.importorskip("torch").device("cpu"))
+    staging.start_receive([])
+    assert wait_idle(staging) == "could not receive weights: no transfer group was joined"
+
+
+def test_thread_that_was_abandoned_does_not_disturb_the_next_transfer():
+    staging = StagingArea(pytest.importorskip("torch").device("cpu"))
+    staging.start_join(nobody(0.3))
+    with pytest.raises(TransferError, match="the transfer before it is still running"):
+        staging.start_receive([])
+    staging.abandon()
+    assert staging.state() == "idle"
+    staging.start_join(nobody(1.0))
+    time.sleep(0.5)  # the first one has failed by now
+    assert staging.state() == "busy"
+    assert wait_idle(staging).startswith("could not join the transfer group: no rendezvous at")
+
+
+# --- Redis --------------------------------------------------------------------------------------
+
+
+async def test_cancellation_that_comes_together_with_a_reply_is_not_lost(board):
+    # In Python 3.11 asyncio.wait_for, which the redis library uses, can swallow it.
+    await board.announce(announcement(1))
+    for num_turns in range(40):
+        waiting = asyncio.create_task(board.next_announcement(1, 0.1))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting

@@ -1,0 +1,328 @@
+"""The learner's side of publishing, with engines that only say what they are told to say.
+
+The board is real; the transfer of bytes is replaced by notes of what would have been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from leeway.learner.weights import publisher as module
+from leeway.learner.weights.publisher import Publisher, error_summary
+from leeway.replay.board import Announcement, EngineRecord, EngineReport, PolicyBoard
+from leeway.replay.errors import TransferError
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.server import EmbeddedRedis
+
+TIMEOUT_S = 1.0
+WEIGHTS = {"w": torch.tensor([1.0, 2.0])}
+V1, V2, V3 = PolicyVersion(1), PolicyVersion(2), PolicyVersion(3)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def board(url: str) -> AsyncIterator[PolicyBoard]:
+    board = PolicyBoard(url, f"test-{uuid.uuid4().hex}")
+    yield board
+    await board.close()
+
+
+class Wire:
+    """In place of torch.distributed. `faults` are raised by the next sends, in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.faults: list[TransferError | None] = []
+        self.num_groups = 0
+        self.num_sent = 0
+        monkeypatch.setattr(module.transfer, "build_store", lambda *_: SimpleNamespace(port=1234))
+        monkeypatch.setattr(module.transfer, "build_group", self._build_group)
+        monkeypatch.setattr(module.transfer, "send", self._send)
+
+    def _build_group(self, *_: object) -> object:
+        self.num_groups += 1
+        return object()
+
+    def _send(self, *_: object) -> None:
+        if self.faults and (fault := self.faults.pop(0)):
+            raise fault
+        self.num_sent += 1
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    return Wire(monkeypatch)
+
+
+@pytest.fixture
+def publisher(board: PolicyBoard, wire: Wire) -> Publisher:
+    return Publisher(board, torch.device("cpu"), TIMEOUT_S)
+
+
+class Engine:
+    """Answers announcements with the stages of `says`; the last answer stays for all later ones.
+
+    `...` among the stages is a pause in which the learner can act on the one before.
+    """
+
+    def __init__(self, board: PolicyBoard, engine_id: str, *says: str, num_ranks: int = 1) -> None:
+        self.board = board
+        self.engine_id = engine_id
+        self.says = list(says) or ["ready joined committed"]
+        self.num_ranks = num_ranks
+        self.checksum: str | None = None
+        self.seen: list[Announcement] = []
+
+    async def beat(self, ttl_s: float = 60.0) -> None:
+        await self.board.heartbeat(EngineRecord(self.engine_id, self.num_ranks, 0, "here"), ttl_s)
+
+    async def run(self) -> None:
+        last = 0
+        while True:
+            announcement = await self.board.next_announcement(last, 0.3)
+            if announcement is None:
+                continue
+            last = announcement.publish_id
+            if self.engine_id not in announcement.rank_offsets:
+                continue
+            self.seen.append(announcement)
+            says = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+            for stage in says.split():
+                if stage == "...":
+                    await asyncio.sleep(0.3)
+                else:
+                    await self.say(announcement, stage)
+
+    async def say(self, announcement: Announcement, stage: str) -> None:
+        await self.board.report(
+            EngineReport(
+                publish_id=announcement.publish_id,
+                engine_id=self.engine_id,
+                stage=stage,  # type: ignore[arg-type]
+                version=announcement.version,
+                checksum=self.checksum or announcement.checksum,
+                transfer_s=0.5,
+                pause_s=0.125,
+                error="out of memory" if stage == "failed" else None,
+            )
+        )
+
+
+@asynccontextmanager
+async def living(*engines: Engine) -> AsyncIterator[None]:
+    tasks = []
+    for engine in engines:
+        await engine.beat()
+        tasks.append(asyncio.create_task(engine.run()))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=5)
+
+
+def offsets(engine: Engine) -> list[dict[str, int]]:
+    return [announcement.rank_offsets for announcement in engine.seen]
+
+
+# --- what is announced --------------------------------------------------------------------------
+
+
+async def test_without_an_engine_nothing_is_announced(board, publisher):
+    assert await publisher.publish(V1, WEIGHTS) == 0
+    assert await board.latest_announcement() is None
+    assert await publisher.confirm() is None
+
+
+async def test_announcement_lists_ranks_manifest_and_checksum(board, publisher):
+    a, b = Engine(board, "a", num_ranks=2), Engine(board, "b")
+    async with living(a, b):
+        assert await publisher.publish(V1, WEIGHTS) == 2
+    (announcement,) = b.seen
+    # The learner is rank 0, a has ranks 1 and 2.
+    assert announcement.rank_offsets == {"a": 1, "b": 3}
+    assert (announcement.world_size, announcement.version) == (4, 1)
+    assert [(t.name, t.shape) for t in announcement.manifest] == [("w", [2])]
+    assert announcement.checksum == module.transfer.checksum(WEIGHTS)
+
+
+async def test_group_is_kept_while_the_members_are_the_same(board, publisher, wire):
+    a = Engine(board, "a")
+    async with living(a):
+        for version in (V1, V2):
+            await publisher.publish(version, WEIGHTS)
+            await publisher.confirm()
+    assert [(n.publish_id, n.group_number, n.new_group) for n in a.seen] == [
+        (1, 1, True),
+        (2, 1, False),
+    ]
+    assert (wire.num_groups, wire.num_sent) == (1, 2)
+
+
+async def test_engine_that_joins_late_is_in_the_next_group(board, publisher, wire):
+    a, b = Engine(board, "a"), Engine(board, "b")
+    async with living(a):
+        await publisher.publish(V1, WEIGHTS)
+        await publisher.confirm()
+        async with living(b):
+            assert await publisher.publish(V2, WEIGHTS) == 2
+            await publisher.confirm()
+    assert [(n.publish_id, n.group_number) for n in b.seen] == [(2, 2)]
+    assert wire.num_groups == 2
+
+
+async def test_resumed_learner_goes_on_with_the_numbers(board, publisher):
+    a = Engine(board, "a")
+    async with living(a):
+        await publisher.publish(V1, WEIGHTS)
+        await publisher.confirm()
+        restarted = Publisher(board, torch.device("cpu"), TIMEOUT_S)
+        await restarted.resume()
+        assert await restarted.publish(V2, WEIGHTS) == 1
+    assert [(n.publish_id, n.group_number, n.new_group) for n in a.seen] == [
+        (1, 1, True),
+        (2, 2, True),
+    ]
+
+
+# --- engines that do not come along -------------------------------------------------------------
+
+
+async def test_silent_engine_is_evicted_and_the_others_are_sent_to(board, publisher, wire):
+    a, b = Engine(board, "a"), Engine(board, "b", "")
+    began = time.monotonic()
+    async with living(a, b):
+        assert await publisher.publish(V1, WEIGHTS) == 1
+        assert TIMEOUT_S <= time.monotonic() - began < 2 * TIMEOUT_S
+        published = await publisher.confirm()
+    assert offsets(a) == [{"a": 1, "b": 2}, {"a": 1}]
+    assert published.evicted == {"b": "not ready within 1 s"}
+    assert (published.num_engines, published.pause_s) == (1, [0.125])
+    assert wire.num_groups == 1, "no group is formed before all are ready"
+    assert [engine.engine_id for engine in await board.engines()] == ["a"]
+
+
+async def test_engine_whose_heartbeat_ends_is_not_waited_for(board, wire):
+    publisher = Publisher(board, torch.device("cpu"), timeout_s=30.0)
+    a, b = Engine(board, "a"), Engine(board, "b", "")
+    async with living(a, b):
+        await b.beat(ttl_s=0.3)
+        began = time.monotonic()
+        assert await publisher.publish(V1, WEIGHTS) == 1
+        assert time.monotonic() - began < 3
+        published = await publisher.confirm()
+    assert published.evicted == {"b": "its heartbeat ended"}
+
+
+async def test_engine_that_fails_once_is_asked_again(board, publisher):
+    a = Engine(board, "a", "failed", "ready joined committed")
+    async with living(a):
+        assert await publisher.publish(V1, WEIGHTS) == 1
+        published = await publisher.confirm()
+    assert [n.group_number for n in a.seen] == [1, 2]
+    assert published.evicted == {}
+
+
+async def test_engine_that_fails_twice_is_evicted_and_the_others_are_sent_to(board, publisher):
+    a, b = Engine(board, "a"), Engine(board, "b", "failed")
+    async with living(a, b):
+        assert await publisher.publish(V1, WEIGHTS) == 1
+        published = await publisher.confirm()
+    assert offsets(a) == [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1}]
+    assert published.evicted == {"b": "out of memory"}
+
+
+async def test_publish_that_every_engine_refuses_raises_with_the_reason(board, publisher):
+    async with living(Engine(board, "a", "failed")):
+        with pytest.raises(TransferError, match="version 1 was not published: a: out of memory"):
+            await publisher.publish(V1, WEIGHTS)
+
+
+async def test_publish_with_no_engine_left_alive_is_none_and_says_who_was_lost(board, publisher):
+    async with living(Engine(board, "a", "")):
+        assert await publisher.publish(V1, WEIGHTS) == 0
+    published = await publisher.confirm()
+    assert (published.num_engines, published.pause_s) == (0, [])
+    assert published.evicted == {"a": "not ready within 1 s"}
+    assert await publisher.confirm() is None
+
+
+async def test_transfer_that_fails_once_is_tried_again_in_a_new_group(board, publisher, wire):
+    wire.faults = [TransferError("connection reset")]
+    async with living(Engine(board, "a")):
+        assert await publisher.publish(V1, WEIGHTS) == 1
+    assert (wire.num_groups, wire.num_sent) == (2, 1)
+
+
+async def test_transfer_that_fails_twice_raises_and_names_the_engines(board, publisher, wire):
+    wire.faults = [TransferError("connection reset")] * 2
+    async with living(Engine(board, "a"), Engine(board, "b")):
+        with pytest.raises(TransferError, match="not published: to a, b: connection reset"):
+            await publisher.publish(V1, WEIGHTS)
+
+
+async def test_engine_that_dies_during_the_transfer_does_not_end_the_run(board, publisher, wire):
+    wire.faults = [TransferError("connection reset")]
+    async with living(Engine(board, "a", "ready joined", "")):
+        assert await publisher.publish(V1, WEIGHTS) == 0
+
+
+async def test_engine_that_is_ready_but_does_not_join_is_named(board, publisher):
+    async with living(Engine(board, "a"), Engine(board, "b", "ready")):
+        with pytest.raises(TransferError, match=r"b: not joined within 1 s"):
+            await publisher.publish(V1, WEIGHTS)
+
+
+# --- confirming ---------------------------------------------------------------------------------
+
+
+async def test_confirm_counts_those_that_committed_beside_one_that_failed(board, publisher):
+    a = Engine(board, "a", "ready joined ... failed")
+    b, c = Engine(board, "b"), Engine(board, "c", "ready joined")
+    async with living(a, b, c):
+        await publisher.publish(V1, WEIGHTS)
+        published = await publisher.confirm()
+        left = [engine.engine_id for engine in await board.engines()]
+    assert (published.num_engines, published.transfer_s) == (1, 0.5)
+    assert published.evicted == {"a": "out of memory", "c": "not committed within 1 s"}
+    assert left == ["b"]
+
+
+async def test_engine_with_another_checksum_is_evicted(board, publisher):
+    a, b = Engine(board, "a"), Engine(board, "b")
+    b.checksum = "0f"
+    async with living(a, b):
+        await publisher.publish(V1, WEIGHTS)
+        published = await publisher.confirm()
+        assert published.evicted == {"b": f"checksum 0f, sent {module.transfer.checksum(WEIGHTS)}"}
+        assert [engine.engine_id for engine in await board.engines()] == ["a"]
+        await publisher.publish(V2, WEIGHTS)
+    assert [n.group_number for n in a.seen] == [1, 2]
+
+
+async def test_evicted_engine_is_in_the_next_publish_if_it_lives(board, publisher):
+    a, b = Engine(board, "a"), Engine(board, "b", "", "ready joined committed")
+    async with living(a, b):
+        await publisher.publish(V1, WEIGHTS)
+        await publisher.confirm()
+        await b.beat()
+        assert await publisher.publish(V2, WEIGHTS) == 2
+        assert (await publisher.confirm()).evicted == {}
+
+
+def test_summary_names_each_engine_and_its_reason():
+    assert error_summary({"a": "late", "b": "dead"}) == "a: late; b: dead"
+    assert error_summary({}) == "no reply"
