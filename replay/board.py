@@ -36,16 +36,15 @@ __all__ = [
 REPORTS_KEPT_S: Final = 3600
 """Reports of a publish are forgotten after this long."""
 
-Stage = Literal["ready", "joined", "staged", "committed", "failed"]
+Stage = Literal["ready", "joined", "committed", "failed"]
 """How far an engine is with a publish: it lives and can load what the manifest lists, is in the
-transfer group, holds the new weights beside the old ones, uses them; or it gave up."""
+transfer group, uses the new weights; or it gave up."""
 
 _PROGRESS: Final[dict[Stage, int]] = {
     "ready": 1,
     "joined": 2,
-    "staged": 3,
-    "committed": 4,
-    "failed": 5,
+    "committed": 3,
+    "failed": 4,
 }
 
 

@@ -153,14 +153,14 @@ async def test_engine_that_missed_some_gets_the_newest(board):
 
 
 async def test_reports_are_complete_when_every_engine_reached_the_stage(board):
-    waiting = asyncio.create_task(board.reports(1, ["a", "b"], "staged", AMPLE_S))
+    waiting = asyncio.create_task(board.reports(1, ["a", "b"], "joined", AMPLE_S))
     await board.report(report("a", "committed"))
-    await board.report(report("b", "joined"))
+    await board.report(report("b", "ready"))
     await asyncio.sleep(SOON_S)
     assert not waiting.done()
-    await board.report(report("b", "staged"))
+    await board.report(report("b", "joined"))
     stages = {engine_id: r.stage for engine_id, r in (await waiting).items()}
-    assert stages == {"a": "committed", "b": "staged"}
+    assert stages == {"a": "committed", "b": "joined"}
 
 
 async def test_one_failure_ends_the_wait_for_reports(board):
