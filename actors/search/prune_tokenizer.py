@@ -48,13 +48,13 @@ def main() -> None:
 def count_tokens(path: Path, num_episodes: int) -> Counter[str]:
     """How often each token occurs in scripted episodes."""
     tokenizer = Tokenizer.from_file(str(path))
-    counts: Counter[str] = Counter()
+    counts: Counter[int] = Counter()
     source = episodes(SEED, CARELESS)
     for _ in range(num_episodes // CHUNK):
         texts = [s.text for e in itertools.islice(source, CHUNK) for s in e.segments]
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             counts.update(encoding.ids)
-    return Counter({tokenizer.id_to_token(i): n for i, n in counts.items()})
+    return Counter({tokenizer.id_to_token(i) or "": n for i, n in counts.items()})
 
 
 def prune(
