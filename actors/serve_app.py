@@ -60,7 +60,7 @@ DRAIN_S = 0.1
 """How often a replica that is to end looks whether a request is still with it; Serve's own two
 seconds, one replica after another, would be most of the time that a run takes to end."""
 RECENT_SNAPSHOTS = 30
-"""Snapshots over which a worker's share of waiting is reported."""
+"""Snapshots over which a worker's share of waiting and an engine's speed are reported."""
 
 
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,20 +138,21 @@ class PolicyServer:
 
     async def _put_snapshots(self) -> None:
         """Version, speed and the last publish, on the run board every second."""
-        before, began = 0, time.monotonic()
+        counted: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=RECENT_SNAPSHOTS)
         while True:
             await asyncio.sleep(SNAPSHOT_S)
-            now, last = time.monotonic(), self._membership.last
+            last = self._membership.last
+            counted.append((time.monotonic(), self._num_tokens))
+            (began, before), (now, after) = counted[0], counted[-1]
             await self._run_board.put(
                 f"policy:{self.engine_id}",
                 {
                     "version": await self._policy.version(),
-                    "tokens_per_s": (self._num_tokens - before) / (now - began),
+                    "tokens_per_s": (after - before) / (now - began),
                     "pause_ms": last.pause_s * 1e3 if last else None,
                     "transfer_ms": last.transfer_s * 1e3 if last else None,
                 },
             )
-            before, began = self._num_tokens, now
 
     async def check_health(self) -> None:
         """Serve restarts the replica when this raises: engine dead, weights wrong, task over."""

@@ -71,7 +71,8 @@ def _columns(snapshot: Snapshot) -> RenderableType:
         return columns
     lines = [Text.assemble(("waits  ", "cyan"), snapshot.waits.sentence)]
     if snapshot.waits.refusal:
-        lines.append(Text(f"       {snapshot.waits.refusal}", style="dim", overflow="ellipsis"))
+        refusal = f"       {snapshot.waits.refusal}"
+        lines.append(Text(refusal, style="dim", overflow="ellipsis", no_wrap=True))
     return Group(columns, Text(), *lines)
 
 

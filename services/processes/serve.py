@@ -108,7 +108,7 @@ class Course:
     async def _evaluate_meanwhile(self, results: dict[str, Any]) -> None:
         """Evaluate every `eval.every_steps` steps until the learner ends the phase."""
         every = self._config.eval.every_steps
-        evaluated = 0
+        evaluated = self._first_version
         while await self._board.phase() == "training":
             step = (await self._board.get_all()).get("learner", {}).get("step", 0)
             if every and step // every > evaluated // every:
