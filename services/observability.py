@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -199,7 +200,10 @@ class Display:
     def update(self, snapshot: Snapshot) -> None:
         """Show this one."""
         if self._live.is_started:
-            self._live.update(render(snapshot), refresh=True)
+            # The terminal writes ^C where the table ends: without room it would take a new line and
+            # leave the table's first one standing.
+            width = self._console.width - len("^C")
+            self._live.update(Constrain(render(snapshot), width), refresh=True)
             return
         now = time.monotonic()
         at = (snapshot.run.phase, snapshot.run.step)
