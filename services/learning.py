@@ -125,7 +125,8 @@ class LearnerProcess:
                 "learner", f"resumed at version {self.version}; {dropped} groups of lost versions"
             )
         await self.catch_up()
-        await replay.pause_admission(False)
+        if not await self.stop_requested():
+            await replay.pause_admission(False)
 
     async def stop_requested(self) -> bool:
         """By signal or through the run board."""
