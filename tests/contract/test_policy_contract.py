@@ -1,9 +1,8 @@
 """What every Policy keeps to, whichever engine is behind it.
 
 The suite runs over the names in `BACKENDS`. For each it looks up the fixture
-`{name}_policy_factory`, which returns a PolicyFactory; a backend without that fixture, or whose
-library is not installed (`pytest.importorskip` inside the fixture), is skipped by name. `scripted`
-is defined here, the others in tests/contract/conftest.py.
+`{name}_policy_factory`, which returns a PolicyFactory; a backend without that fixture
+is an error. `scripted` is defined here, the others in tests/contract/conftest.py.
 
 One policy serves the whole suite (an engine takes half a minute to start), so no rule here depends
 on the version it starts with, and none closes it.
@@ -69,11 +68,7 @@ def scripted_policy_factory(tmp_path_factory: pytest.TempPathFactory) -> PolicyF
 @pytest.fixture(scope="module", params=BACKENDS)
 def policy_factory(request: pytest.FixtureRequest) -> PolicyFactory:
     # Not in `subject`: an asynchronous fixture cannot ask for another one by name.
-    name = f"{request.param}_policy_factory"
-    try:
-        return request.getfixturevalue(name)
-    except pytest.FixtureLookupError:
-        pytest.skip(f"no fixture {name}; tests/contract/conftest.py is its place")
+    return request.getfixturevalue(f"{request.param}_policy_factory")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -119,8 +114,7 @@ def a_stop_string(ids: list[int], tokens: Tokens) -> tuple[str, int]:
 
 async def test_max_tokens_ends_generation_as_length(subject: Subject):
     completion = await subject.complete("length", max_tokens=3)
-    if completion.token_ids[-1] == subject.tokens.eos_id:
-        pytest.skip("this policy ended the sequence by itself")
+    assert completion.token_ids[-1] != subject.tokens.eos_id, "the prompt must not end early"
     assert (len(completion.token_ids), completion.finish) == (3, "length")
 
 
