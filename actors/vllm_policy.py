@@ -246,7 +246,7 @@ def _set_environment(config: PolicyConfig) -> None:
         # The sampler's small kernels would be compiled at the first batch, for 20 s.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         # vLLM refuses the single-process executor on CPUs unless this is off. Its multi-process one
-        # keeps a second process that spins while it waits: 15 % slower here, and a core gone.
+        # keeps a second process that spins while it waits, on cores the learner needs.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
