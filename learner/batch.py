@@ -1,4 +1,5 @@
-"""A batch of groups as flat arrays over trained tokens, and its split into micro-batches and ranks.
+"""A batch of groups as flat arrays over trained tokens, and its split into minibatches,
+micro-batches and ranks.
 
 Letters: `T` trained tokens of the whole batch, `K` turns, `B` trajectories, `L` tokens of one
 trajectory. Every rank holds the whole batch: denominators, advantages and metrics are those of the
@@ -18,12 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leeway.learner.objective import Objective, Tokens
-from leeway.learner.objective.advantage import advantage, has_equal_rewards
+from leeway.learner.objective.advantage import has_equal_rewards
 from leeway.learner.objective.ratio import Segments
-from leeway.learner.objective.reduce import reduce_weight
 from leeway.replay.errors import DataError
-from leeway.replay.schema import Group, Trajectory, check_group
+from leeway.replay.schema import Group, Trajectory, check_group, turn_of
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,29 @@ class PackedBatch:
     """Where the numbers came from."""
     trajectories: tuple[Trajectory, ...]
     """[B] in the order of the groups."""
-    tokens: Tokens
-    """[T] behaviour log-probs, advantages, reduce weights, turns and trajectories of the trained
-    tokens."""
+    segments: Segments
+    """Turn and trajectory of each trained token."""
+    behaviour_T: Tensor
+    """[T] log-prob under the engine and version that sampled the token."""
     position_T: Tensor
     """[T] int64 index of each trained token in its trajectory's `token_ids`."""
     version_T: Tensor
     """[T] int64 policy version that sampled each trained token."""
     offset_B1: NDArray[np.int64]
     """[B + 1] trained tokens of trajectory i are offset[i] up to offset[i + 1]."""
-    advantage_B: Tensor
+    reward_B: Tensor
     """[B] float64."""
+    group_of_B: Tensor
+    """[B] int64, group of each trajectory."""
+    turn_reward_K: Tensor
+    """[K] float64, what each turn earned; the whole reward in the last one where a trajectory names
+    none. 0 for turns without trained tokens."""
+    has_turn_rewards: bool
+    """Whether every trajectory names its turns' rewards."""
+    turn_index_K: Tensor
+    """[K] int64, place of each turn in its trajectory, from 0."""
+    trajectory_of_K: Tensor
+    """[K] int64."""
     num_zero_variance_groups: int
     """Groups whose rewards are all equal."""
 
@@ -74,6 +85,8 @@ class MicroBatch:
     """[S] int64 id of each trained token."""
     token_S: Tensor
     """[S] int64 index of each trained token in the batch."""
+    sizes: tuple[int, ...]
+    """[R] trained tokens of each row; they sum to S."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -83,11 +96,12 @@ class MicroBatch:
             self.predictor_S.to(device),
             self.target_S.to(device),
             self.token_S.to(device),
+            self.sizes,
         )
 
 
-def build_batch(groups: Sequence[Group], objective: Objective) -> PackedBatch:
-    """Pack groups for one optimizer step.
+def build_batch(groups: Sequence[Group]) -> PackedBatch:
+    """Pack groups for one step.
 
     Raises DataError naming group, trajectory and turn for a number that is not finite or lengths
     that disagree, and for a batch without trajectories.
@@ -99,51 +113,59 @@ def build_batch(groups: Sequence[Group], objective: Objective) -> PackedBatch:
     trajectories = tuple(t for group in groups for t in group.trajectories)
     group_of_B = torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories])
     reward_B = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    advantage_B = advantage(objective.advantage, reward_B, group_of_B, len(groups))
-    segments = _segments(trajectories)
     equal_G = has_equal_rewards(reward_B, group_of_B, len(groups))
     sizes = [t.num_trained_tokens for t in trajectories]
+    num_turns = [len(t.turns) for t in trajectories]
     return PackedBatch(
         groups=tuple(groups),
         trajectories=trajectories,
-        tokens=Tokens(
-            old_T=_concatenate([t.logprobs for t in trajectories], np.float32),
-            a_T=advantage_B[segments.trajectory_of_T].float(),
-            weight_T=reduce_weight(objective.reduce, segments),
-            segments=segments,
-        ),
+        segments=_segments(trajectories),
+        behaviour_T=_concatenate([t.logprobs for t in trajectories], np.float32),
         position_T=_concatenate([_positions(t) for t in trajectories], np.int64),
         version_T=_concatenate([t.versions for t in trajectories], np.int64),
         offset_B1=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-        advantage_B=advantage_B,
+        reward_B=reward_B,
+        group_of_B=group_of_B,
+        turn_reward_K=torch.tensor(
+            [r for t in trajectories for r in _turn_rewards(t)], dtype=torch.float64
+        ),
+        has_turn_rewards=all(t.turn_rewards is not None for t in trajectories),
+        turn_index_K=torch.tensor([k for n in num_turns for k in range(n)]),
+        trajectory_of_K=torch.repeat_interleave(torch.tensor(num_turns)),
         num_zero_variance_groups=int(equal_G.sum()),
     )
 
 
 def turn_and_trajectory(batch: PackedBatch, token: int) -> str:
     """Where trained token `token` of the batch stands, in words for an error message."""
-    b = int(batch.tokens.segments.trajectory_of_T[token])
+    b = int(batch.segments.trajectory_of_T[token])
     trajectory = batch.trajectories[b]
-    turn = _turn_of(trajectory, token - int(batch.offset_B1[b]))
+    turn = turn_of(trajectory, token - int(batch.offset_B1[b]))
     return f"trajectory {trajectory.trajectory_id}, turn {turn}"
 
 
 def _check(group: Group) -> None:
     for trajectory in group.trajectories:
         where = f"group {group.group_id}, trajectory {trajectory.trajectory_id}"
-        bad = np.flatnonzero(~np.isfinite(trajectory.logprobs))
-        if bad.size:
-            turn = _turn_of(trajectory, int(bad[0]))
-            raise DataError(f"{where}, turn {turn}: log-prob is {trajectory.logprobs[bad[0]]}")
         if trajectory.turns and trajectory.turns[0].start < 1:
             raise DataError(f"{where}, turn 0: no prompt token stands before it to predict from")
     check_group(group)
 
 
-def _turn_of(trajectory: Trajectory, token: int) -> int:
-    """Index of the turn that holds generated token `token` of the trajectory."""
-    ends_K = np.cumsum([turn.num_generated for turn in trajectory.turns])
-    return int(np.searchsorted(ends_K, token, side="right"))
+def _turn_rewards(trajectory: Trajectory) -> Sequence[float]:
+    """Turns of 2, 1 and 0 tokens: reward 1 for the whole is [0, 1, 0].
+
+    What a turn without trained tokens earned, no token could be credited with: it goes to the turn
+    before it. Named rewards [0.5, 0, 0.25] are [0.5, 0.25, 0].
+    """
+    named = trajectory.turn_rewards
+    if named is None:
+        named = [0.0] * (len(trajectory.turns) - 1) + [trajectory.reward]
+    rewards = [0.0] * len(named)
+    trained = [k for k, turn in enumerate(trajectory.turns) if turn.num_generated]
+    for k, reward in enumerate(named):
+        rewards[max((t for t in trained if t <= k), default=trained[0])] += reward
+    return rewards
 
 
 def _positions(trajectory: Trajectory) -> NDArray[np.int64]:
@@ -235,4 +257,5 @@ def collate(
             np.int64,
         ),
         _concatenate(spans, np.int64),
+        tuple(len(span) for span in spans),
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from leeway.learner.objective.kinds import Advantage, Correction, Ctn, CtnTarget, Old, Reduce
 from leeway.replay.config import FrozenModel
 
 
@@ -13,35 +14,68 @@ class LearnerConfig(FrozenModel):
     """What is optimised, and how."""
 
     objective: str = "so-grpo"
-    """A preset of leeway.learner.objective.presets, such as so-grpo or grpo."""
+    """A preset, such as so-grpo or grpo; [docs/objectives.md](objectives.md) lists them."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Step size of AdamW, constant after the warm-up."""
     warmup_steps: int = Field(default=2, ge=0)
-    """Optimizer steps over which the learning rate rises linearly."""
+    """Steps over which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient is scaled down to this norm before clipping-triggered normalization."""
     num_steps: int = Field(default=60, ge=1)
-    """Optimizer steps of the run; step v makes policy version v."""
+    """Steps of the run; step v makes policy version v."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps within one step, each over its share of the batch's trajectories."""
     micro_batch_tokens: int = Field(default=16384, ge=256)
     """Padded tokens of one forward pass."""
     ratio: Literal["token", "turn", "turn-arithmetic", "sequence"] | None = None
     """How log-ratios become one importance ratio; None takes the preset's."""
-    reduce: Literal["token", "trajectory", "turn"] | None = None
+    advantage: Advantage | None = None
+    """How rewards become advantages; None takes the preset's."""
+    reduce: Reduce | None = None
     """What the loss is a mean over; None takes the preset's."""
+    whiten: bool | None = None
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the batch; None takes the
+    preset's, which is false."""
     eps_low: float | None = Field(default=None, gt=0, lt=1)
     """Lower clip distance; None takes the preset's."""
     eps_high: float | None = Field(default=None, gt=0)
     """Upper clip distance; None takes the preset's."""
     dual_clip: float | None = Field(default=None, gt=1)
     """A negative advantage costs at most this many times itself; None leaves the bound out."""
-    ctn_c: float = Field(default=1.0, gt=0)
-    """c in g / max(1, ||C|| / c)."""
-    ctn_raw: bool = False
-    """Divide by ||C|| itself, also where it is below c."""
-    ctn_strength: float = Field(default=1.0, gt=0)
-    """lambda of the penalty form: loss + lambda * clip fraction * KL."""
+    old: Old | None = None
+    """Policy that ratios are taken against: `behaviour` sampled the token, `proximal` is this
+    learner's at the start of the step. None takes the preset's."""
+    correction: Correction | None = None
+    """What is done with the weight exp(proximal - behaviour), outside the clip: truncate it, mask
+    the tokens where it is far from 1, or none. None takes the preset's."""
+    max_correction: float | None = Field(default=None, gt=1)
+    """Upper bound of that weight; `mask` keeps tokens between one over it and it. None takes 2."""
+    ctn: Ctn | None = None
+    """Clipping-triggered normalization: none, gradient or penalty; None takes the preset's."""
+    ctn_target: CtnTarget | None = None
+    """What the gradient form divides: the gradient, which Adam forgets as far as it is constant, or
+    the learning rate. None takes gradient."""
+    ctn_c: float | None = Field(default=None, gt=0)
+    """c in g / max(1, ||C|| / c); None takes 1."""
+    ctn_raw: bool | None = None
+    """Divide by ||C|| itself, also where it is below c; None takes false."""
+    ctn_strength: float | None = Field(default=None, gt=0)
+    """lambda of the penalty form: loss + lambda * clip fraction * KL; None takes 1."""
+    gamma: float | None = Field(default=None, gt=0, le=1)
+    """Discount per trained token (gae) or per turn (gae-turn); None takes 1."""
+    gae_lambda: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of generalised advantage estimation; None takes 1."""
+    critic_learning_rate: float | None = Field(default=None, gt=0)
+    """Step size of the critic's AdamW; None takes 1e-4."""
+    critic_warmup_steps: int | None = Field(default=None, ge=0)
+    """First steps, in which the critic learns and the policy stands still; None takes 0."""
+    critic_epochs: int | None = Field(default=None, ge=1)
+    """How often the critic goes over each batch; None takes 1."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """How far a value may move from the one at the start of the step before its loss is clipped;
+    None takes 0.2."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of forward and backward; weights and optimizer state are float32 always."""
     num_processes: int = Field(default=1, ge=1)
@@ -49,7 +83,7 @@ class LearnerConfig(FrozenModel):
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one rank."""
     checkpoint_every: int = Field(default=20, ge=1)
-    """Optimizer steps between checkpoints; one is always written at the end and on SIGTERM."""
+    """Steps between checkpoints; one is always written at the end and on SIGTERM."""
     draw_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds to wait for a batch before the run is given up with the reason."""
     publish_timeout_s: float = Field(default=60.0, gt=0)

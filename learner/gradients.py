@@ -37,6 +37,11 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     return torch.nn.utils.get_total_norm(gradients).item()
 
 
+def scale_to(norm: float, max_norm: float) -> float:
+    """Factor that brings a gradient of `norm` down to `max_norm`: norm 4, max 1 -> 0.25."""
+    return min(1.0, max_norm / (norm + 1e-12))
+
+
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0

@@ -15,18 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leeway.learner.batch import PackedBatch
-from leeway.learner.objective import Objective, clipped
-from leeway.learner.objective.ratio import (
-    Ratio,
-    importance_ratio,
-    kl_k3,
-    log_ratio,
-    segment_sum,
-)
+from leeway.learner.critic import CriticMetrics
+from leeway.learner.objective.kinds import Ratio
+from leeway.learner.objective.loss import clipped
+from leeway.learner.objective.presets import Objective
+from leeway.learner.objective.ratio import importance_ratio, kl_k3, log_ratio, segment_sum
+from leeway.learner.update import Update
 
 
 class PolicyMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the policy being trained against the one that sampled."""
+    """Of the policy being trained against the one that sampled, and the one its ratios are taken
+    against (the same, unless the objective's `old` is proximal)."""
 
     clip_fraction_tokens: float
     """Share of trained tokens whose gradient the clip removed."""
@@ -37,9 +36,15 @@ class PolicyMetrics(msgspec.Struct, frozen=True, kw_only=True):
     log_ratio_abs_mean: float
     log_ratio_abs_p95: float
     log_ratio_abs_max: float
-    """Of |d|, the token log-ratio before clamping."""
+    """Of |d|, the token log-ratio to the sampler before clamping."""
     kl_behaviour: float
     """Mean over trained tokens of k3, the estimate of KL(policy || sampler)."""
+    kl_old: float
+    """The same against the policy that ratios are taken against."""
+    correction_mean: float | None
+    """Mean weight of a token outside the clip; None without a correction."""
+    correction_share: float | None
+    """Share of tokens whose weight was truncated or masked; None without a correction."""
     entropy: float
     """Mean over trained tokens, in nats."""
     gap_mean: float | None
@@ -86,11 +91,16 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm_applied: float
     """After bounding and normalization: what the optimizer saw."""
     ctn_norm: float
-    """||C||, the norm of what the clip removed; 0 when nothing was clipped."""
+    """||C||, the norm of what the clip removed; 0 when nothing was clipped. The largest of the
+    minibatches, as ctn_divisor; other numbers are means over them."""
     ctn_divisor: float
-    """What the gradient was divided by."""
+    """What the gradient, or the learning rate, was divided by."""
     policy: PolicyMetrics
     data: DataMetrics
+    critic: CriticMetrics | None
+    """None for an objective without a critic."""
+    num_optimizer_steps: int
+    """One for each minibatch."""
     num_micro_batches: int
     """Of one rank."""
     num_padded_tokens: int
@@ -102,8 +112,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     def as_dict(self) -> dict[str, float]:
         """Flat, by field name; `score/NAME` and `staleness_histogram/K` for the two mappings."""
         flat: dict[str, float] = {}
-        for part in (self, self.policy, self.data):
-            for name in part.__struct_fields__:
+        for part in (self, self.policy, self.data, self.critic):
+            for name in part.__struct_fields__ if part is not None else ():
                 value = getattr(part, name)
                 if isinstance(value, (int, float)):
                     flat[name] = value
@@ -113,12 +123,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy_metrics(
-    batch: PackedBatch, objective: Objective, lp_T: Tensor, entropy_T: Tensor, version: int
+    update: Update, objective: Objective, lp_T: Tensor, entropy_T: Tensor, version: int
 ) -> PolicyMetrics:
-    """From the log-probs at the start of the step; an objective without ratio is measured by
-    `token`."""
-    tokens = batch.tokens
-    gap_T = (lp_T - tokens.old_T).abs()
+    """From the log-probs that each token's optimizer step started from; an objective without ratio
+    is measured by `token`."""
+    batch, tokens = update.batch, update.tokens
+    gap_T = (lp_T - batch.behaviour_T).abs()
     d_T = log_ratio(lp_T, tokens.old_T)
     ratio: Ratio = "token" if objective.ratio == "none" else objective.ratio
     w_T = importance_ratio(ratio, d_T, tokens.segments).double()
@@ -127,6 +137,7 @@ def policy_metrics(
     has_tokens_K = segment_sum(torch.ones_like(w_T), turn_of_T, num_turns) > 0
     has_clipped_K = segment_sum(clipped_T.double(), turn_of_T, num_turns) > 0
     on_policy_E = gap_T[batch.version_T == version]
+    correction_mean, correction_share = _correction(update, objective)
     return PolicyMetrics(
         clip_fraction_tokens=clipped_T.double().mean().item(),
         clip_fraction_turns=(has_clipped_K.sum() / has_tokens_K.sum()).item(),
@@ -134,11 +145,23 @@ def policy_metrics(
         log_ratio_abs_mean=gap_T.mean().item(),
         log_ratio_abs_p95=float(np.quantile(gap_T.numpy(), 0.95)),
         log_ratio_abs_max=gap_T.max().item(),
-        kl_behaviour=kl_k3(d_T).mean().item(),
+        kl_behaviour=kl_k3(log_ratio(lp_T, batch.behaviour_T)).mean().item(),
+        kl_old=kl_k3(d_T).mean().item(),
+        correction_mean=correction_mean,
+        correction_share=correction_share,
         entropy=entropy_T.mean().item(),
         gap_mean=on_policy_E.mean().item() if len(on_policy_E) else None,
         gap_max=on_policy_E.max().item() if len(on_policy_E) else None,
     )
+
+
+def _correction(update: Update, objective: Objective) -> tuple[float | None, float | None]:
+    """Mean weight, and the share of tokens whose weight the bound changed."""
+    correction_T, tokens = update.tokens.correction_T, update.tokens
+    if correction_T is None:
+        return None, None
+    w_T = log_ratio(tokens.old_T, update.batch.behaviour_T).exp()
+    return correction_T.mean().item(), (correction_T != w_T).double().mean().item()
 
 
 def staleness(batch: PackedBatch, version: int) -> NDArray[np.int64]:

@@ -1,14 +1,18 @@
-"""One optimizer step per batch.
+"""One step per batch: from policy version v to v + 1.
 
-Letters: `T` trained tokens of the whole batch, `S` those of a micro-batch, `B` trajectories.
+Letters: `T` trained tokens of the whole batch, `B` trajectories.
 
 A step, on every rank alike:
-1. where the objective needs a number of the whole batch first: log-probs without gradient;
-2. micro-batches forward and backward, log-probs kept; gradients and log-probs summed over ranks;
-3. everything must be finite, or NonFiniteError before any weight changes;
-4. gradient bounded to `max_grad_norm`, THEN divided by clipping-triggered normalization: a bound
-   applied after the division would cancel it whenever both norms exceed the limit;
-5. AdamW.
+1. once for the batch: log-probs at the start where ratios are taken against them, the critic's
+   values, advantages, weights (update.py);
+2. for each minibatch (one, unless configured otherwise)
+   a. where the objective needs a number of the whole minibatch first: log-probs without gradient;
+   b. micro-batches forward and backward, log-probs kept; gradients and log-probs summed over ranks;
+   c. everything must be finite, or NonFiniteError before any weight changes;
+   d. gradient bounded to `max_grad_norm`, THEN divided by clipping-triggered normalization: a bound
+      applied after the division would cancel it whenever both norms exceed the limit;
+   e. AdamW;
+3. the critic learns from the batch.
 """
 
 from __future__ import annotations
@@ -23,34 +27,41 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leeway.learner.batch import MicroBatch, PackedBatch, collate, split, turn_and_trajectory
+from leeway.learner.batch import PackedBatch, turn_and_trajectory
 from leeway.learner.config import LearnerConfig
+from leeway.learner.critic import Critic
 from leeway.learner.errors import NonFiniteError
-from leeway.learner.gradients import global_norm, sum_over_ranks, take_gradients
+from leeway.learner.gradients import global_norm, scale_to, sum_over_ranks, take_gradients
 from leeway.learner.metrics import StepMetrics, data_metrics, policy_metrics
-from leeway.learner.model import logprobs
-from leeway.learner.objective import BatchTerms, batch_terms, clipped, loss, resolve
 from leeway.learner.objective.ctn import bias_coefficient, ctn_divisor
+from leeway.learner.objective.loss import BatchTerms, batch_terms, clipped
+from leeway.learner.objective.presets import resolve
 from leeway.learner.objective.ratio import importance_ratio, log_ratio
+from leeway.learner.passes import Pass, Passes
+from leeway.learner.update import Update, build_update, tokens_of
 from leeway.learner.world import World
 
 BETAS: Final = (0.9, 0.95)
 """AdamW. The second is below its default: gradients of policies change fast."""
 
 
-@dataclass
-class Pass:
-    """What the passes over a batch found; every tensor is of the whole batch, on the CPU."""
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What one optimizer step did."""
 
-    lp_T: Tensor
-    entropy_T: Tensor
-    loss: float = 0.0
-    num_micro_batches: int = 0
-    num_padded_tokens: int = 0
+    done: Pass
+    grad_norm: float
+    """Before it was bounded."""
+    applied_norm: float
+    """What the optimizer saw."""
+    ctn_norm: float
+    ctn_divisor: float
+    learning_rate: float
+    seconds_ctn: float
 
 
 class Trainer:
-    """A model, its optimizer, and the objective that moves it."""
+    """A policy, its optimizer, the objective that moves it, and a critic where that needs one."""
 
     def __init__(
         self, model: PreTrainedModel, config: LearnerConfig, world: World | None = None
@@ -67,44 +78,41 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.critic = Critic(model, config, self.world) if self.objective.needs_critic else None
+        self._passes = Passes(model, self.world, config.micro_batch_tokens, config.precision)
         # Dropout would make the ratio of a policy to itself differ from 1.
         model.eval()
 
     def train_step(self, batch: PackedBatch, version: int) -> StepMetrics:
         """Take the policy from `version` to `version + 1`. The batch is the same on every rank."""
         started = time.perf_counter()
-        terms = self._first_pass(batch) if self.objective.needs_first_pass else None
-        done = self._passes(batch, terms)
-        gradients = take_gradients(self.parameters)
-        sum_over_ranks(gradients, self.world)
-        norm = global_norm(gradients)
-        self._check_finite(batch, done, norm)
-
-        ctn_started = time.perf_counter()
-        ctn_norm = self._bias_norm(batch, done.lp_T) if self.objective.ctn == "gradient" else 0.0
-        seconds_ctn = time.perf_counter() - ctn_started
-        if not np.isfinite(ctn_norm):
-            raise NonFiniteError(
-                f"the norm of the clipping bias is {ctn_norm}; no weight was changed"
-            )
-        divisor = ctn_divisor(ctn_norm, self.objective.ctn_c, self.objective.ctn_raw)
-        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-12)) / divisor
-        learning_rate = self._apply(gradients, scale, version)
-        policy = policy_metrics(batch, self.objective, done.lp_T, done.entropy_T, version)
+        update = self._update(batch, version)
+        advance = self._stand_still if self._only_critic_learns(version) else self._optimizer_step
+        steps = [advance(update, rows, version) for rows in update.minibatches]
+        critic = None
+        if self.critic is not None:
+            assert update.targets is not None, "a critic learns from targets"
+            critic = self.critic.train(batch, update.targets)
+        self._synchronize()
+        # Each token by the policy that its own optimizer step started from.
+        lp_T = torch.stack([step.done.lp_T for step in steps]).sum(0)
+        entropy_T = torch.stack([step.done.entropy_T for step in steps]).sum(0)
         return StepMetrics(
             version=version + 1,
-            loss=done.loss,
-            learning_rate=learning_rate,
-            grad_norm=norm,
-            grad_norm_applied=norm * scale,
-            ctn_norm=ctn_norm,
-            ctn_divisor=divisor,
-            policy=policy,
+            loss=_mean([step.done.loss for step in steps]),
+            learning_rate=_mean([step.learning_rate for step in steps]),
+            grad_norm=_mean([step.grad_norm for step in steps]),
+            grad_norm_applied=_mean([step.applied_norm for step in steps]),
+            ctn_norm=max(step.ctn_norm for step in steps),
+            ctn_divisor=max(step.ctn_divisor for step in steps),
+            policy=policy_metrics(update, self.objective, lp_T, entropy_T, version),
             data=data_metrics(batch, version),
-            num_micro_batches=done.num_micro_batches,
-            num_padded_tokens=done.num_padded_tokens,
+            critic=critic,
+            num_optimizer_steps=len(steps),
+            num_micro_batches=sum(step.done.num_micro_batches for step in steps),
+            num_padded_tokens=sum(step.done.num_padded_tokens for step in steps),
             seconds=time.perf_counter() - started,
-            seconds_ctn=seconds_ctn,
+            seconds_ctn=sum(step.seconds_ctn for step in steps),
         )
 
     def learning_rate(self, version: int) -> float:
@@ -115,128 +123,115 @@ class Trainer:
 
     def measure(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-prob [T] and entropy [T] of the batch's trained tokens, without gradients."""
-        done = self._empty_pass(batch)
-        with torch.no_grad():
-            for rows in self._plan(batch, range(len(batch.trajectories))):
-                self._forward(batch, rows, done)
-        self._gather(done)
+        done = self._passes.measure(batch, range(len(batch.trajectories)))
         return done.lp_T, done.entropy_T
 
-    def _first_pass(self, batch: PackedBatch) -> BatchTerms:
-        lp_T, _ = self.measure(batch)
-        return batch_terms(self.objective, lp_T, batch.tokens)
+    def _update(self, batch: PackedBatch, version: int) -> Update:
+        proximal_T = value_T = None
+        if self.objective.old == "proximal":
+            proximal_T, _ = self.measure(batch)
+            self._check_log_probs(batch, proximal_T)
+        if self.critic is not None:
+            value_T = self.critic.values(batch)
+        return build_update(
+            batch, self.objective, version, self.config.num_minibatches, proximal_T, value_T
+        )
 
-    def _passes(self, batch: PackedBatch, terms: BatchTerms | None) -> Pass:
-        """Backward where there is a gradient; log-probs only where the advantage is zero."""
-        done = self._empty_pass(batch)
-        has_gradient_B = batch.advantage_B.numpy() != 0
-        if not self.objective.skips_zero_advantage:
-            has_gradient_B[:] = True
-        for rows in self._plan(batch, np.flatnonzero(has_gradient_B).tolist()):
-            self._backward(batch, rows, terms, done)
-        with torch.no_grad():
-            for rows in self._plan(batch, np.flatnonzero(~has_gradient_B).tolist()):
-                self._forward(batch, rows, done)
-        self._gather(done)
-        return done
+    def _only_critic_learns(self, version: int) -> bool:
+        return self.critic is not None and version < (self.config.critic_warmup_steps or 0)
 
-    def _plan(self, batch: PackedBatch, trajectories: Sequence[int]) -> list[list[int]]:
-        if not trajectories:
-            return []
-        plan = split(batch, self.config.micro_batch_tokens, self.world.size, trajectories)
-        return plan[self.world.rank]
+    def _stand_still(self, update: Update, rows: Sequence[int], version: int) -> OptimizerStep:
+        done = self._passes.measure(update.batch, rows)
+        self._check_log_probs(update.batch, done.lp_T)
+        return OptimizerStep(done, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 
-    def _backward(
-        self, batch: PackedBatch, rows: Sequence[int], terms: BatchTerms | None, done: Pass
-    ) -> None:
-        forward = self._forward(batch, rows, done)
-        if forward is None:
-            return
-        micro_batch, lp_S = forward
-        token_S = micro_batch.token_S.cpu()
-        tokens = batch.tokens.take(token_S).to(lp_S.device)
-        if terms is not None:
-            terms = BatchTerms(terms.clip_fraction, terms.masked_T[token_S].to(lp_S.device))
-        share = loss(self.objective, lp_S, tokens, terms)
-        share.backward()
-        done.loss += share.item()
+    def _optimizer_step(self, update: Update, rows: Sequence[int], version: int) -> OptimizerStep:
+        batch, objective = update.batch, self.objective
+        terms = self._first_pass(update, rows) if objective.needs_first_pass else None
+        done = self._passes.backward(update, objective, rows, terms)
+        gradients = take_gradients(self.parameters)
+        sum_over_ranks(gradients, self.world)
+        norm = global_norm(gradients)
+        self._check_log_probs(batch, done.lp_T)
+        _check_finite("loss", done.loss)
+        _check_finite("gradient norm", norm)
 
-    def _forward(
-        self, batch: PackedBatch, rows: Sequence[int], done: Pass
-    ) -> tuple[MicroBatch, Tensor] | None:
-        """Log-probs of a micro-batch, also written into `done`; None for an empty one."""
-        done.num_micro_batches += 1
-        if not rows:
-            return None
-        micro_batch = collate(batch, rows)
-        done.num_padded_tokens += micro_batch.input_ids_RL.numel()
-        on_device = micro_batch.to(self.world.device)
-        lp_S, entropy_S = logprobs(self.model, on_device, self.config.precision)
-        done.lp_T[micro_batch.token_S] = lp_S.detach().to(done.lp_T)
-        done.entropy_T[micro_batch.token_S] = entropy_S.to(done.entropy_T)
-        return micro_batch, lp_S
+        ctn_started = time.perf_counter()
+        ctn_norm = self._bias_norm(update, rows, done.lp_T) if objective.ctn == "gradient" else 0.0
+        seconds_ctn = time.perf_counter() - ctn_started
+        _check_finite("norm of the clipping bias", ctn_norm)
+        divisor = ctn_divisor(ctn_norm, objective.ctn_c, objective.ctn_raw)
+        scale, learning_rate = (
+            scale_to(norm, self.config.max_grad_norm),
+            self.learning_rate(version),
+        )
+        if objective.ctn_target == "gradient":
+            scale /= divisor
+        else:
+            learning_rate /= divisor
+        self._apply(gradients, scale, learning_rate)
+        return OptimizerStep(
+            done, norm, norm * scale, ctn_norm, divisor, learning_rate, seconds_ctn
+        )
 
-    def _empty_pass(self, batch: PackedBatch) -> Pass:
-        # Float64 in the tests that compare splits, the weights' own precision otherwise.
-        zero_T = torch.zeros(batch.num_tokens, dtype=self.parameters[0].dtype)
-        return Pass(zero_T, zero_T.clone())
+    def _first_pass(self, update: Update, rows: Sequence[int]) -> BatchTerms:
+        """Numbers of the minibatch; its mask is of the whole batch, False elsewhere."""
+        done = self._passes.measure(update.batch, rows)
+        token_S = tokens_of(update.batch, tuple(rows))
+        terms = batch_terms(self.objective, done.lp_T[token_S], update.tokens.take(token_S))
+        masked_T = torch.zeros(update.batch.num_tokens, dtype=torch.bool)
+        masked_T[token_S] = terms.masked_T
+        return BatchTerms(terms.clip_fraction, masked_T)
 
-    def _gather(self, done: Pass) -> None:
-        """Each rank filled its own tokens and left zeros elsewhere, so a sum puts them together."""
-        if self.world.size == 1:
-            return
-        flat = torch.cat([done.lp_T, done.entropy_T, done.lp_T.new_tensor([done.loss])])
-        flat = self.world.all_reduce_sum(flat.to(self.world.device)).cpu()
-        size = len(done.lp_T)
-        done.lp_T, done.entropy_T = flat[:size], flat[size : 2 * size]
-        done.loss = flat[-1].item()
-
-    def _check_finite(self, batch: PackedBatch, done: Pass, norm: float) -> None:
-        bad = (~torch.isfinite(done.lp_T)).nonzero()
-        if len(bad):
-            where, value = turn_and_trajectory(batch, int(bad[0])), done.lp_T[bad[0]].item()
-            raise NonFiniteError(
-                f"{where}: log-prob is {value} under the policy being trained; "
-                "no weight was changed"
-            )
-        if not (np.isfinite(done.loss) and np.isfinite(norm)):
-            raise NonFiniteError(
-                f"loss is {done.loss}, gradient norm is {norm}; no weight was changed"
-            )
-
-    def _bias_norm(self, batch: PackedBatch, lp_T: Tensor) -> float:
+    def _bias_norm(self, update: Update, rows: Sequence[int], lp_T: Tensor) -> float:
         """||C||: one more pass over the trajectories that hold a clipped token, up to their last
         one.
 
         All ranks know all log-probs, so they agree without a message on whether to run it, and the
         trajectories are divided among them anew.
         """
-        tokens = batch.tokens
+        tokens = update.tokens
         w_T = importance_ratio(self.objective.ratio, log_ratio(lp_T, tokens.old_T), tokens.segments)
         clipped_T = clipped(self.objective, w_T, tokens.a_T)
+        if len(update.minibatches) > 1:
+            inside_T = torch.zeros_like(clipped_T)
+            inside_T[tokens_of(update.batch, tuple(rows))] = True
+            clipped_T &= inside_T
         if not clipped_T.any():
             return 0.0
-        coefficient_T = bias_coefficient(w_T, tokens.a_T, tokens.weight_T, clipped_T)
-        affected = tokens.segments.trajectory_of_T[clipped_T].unique().tolist()
-        for rows in self._plan(batch, affected):
-            if rows:
-                micro_batch = collate(batch, rows, clipped_T.numpy()).to(self.world.device)
-                lp_S, _ = logprobs(self.model, micro_batch, self.config.precision)
-                coefficient_S = coefficient_T[micro_batch.token_S.cpu()].to(lp_S.device)
-                (coefficient_S * lp_S).sum().backward()
+        coefficient_T = bias_coefficient(w_T, tokens.a_T, tokens.term_weight_T, clipped_T)
+        self._passes.backward_linear(update.batch, coefficient_T, clipped_T.numpy())
         bias = take_gradients(self.parameters)
         sum_over_ranks(bias, self.world)
         return global_norm(bias)
 
-    def _apply(self, gradients: Sequence[Tensor], scale: float, version: int) -> float:
-        learning_rate = self.learning_rate(version)
+    def _apply(self, gradients: Sequence[Tensor], scale: float, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.mul_(scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _check_log_probs(self, batch: PackedBatch, lp_T: Tensor) -> None:
+        bad = (~torch.isfinite(lp_T)).nonzero()
+        if len(bad):
+            where, value = turn_and_trajectory(batch, int(bad[0])), lp_T[bad[0]].item()
+            raise NonFiniteError(
+                f"{where}: log-prob is {value} under the policy being trained; "
+                "no weight was changed"
+            )
+
+    def _synchronize(self) -> None:
+        """The step's seconds would else end before its last kernel does."""
         if self.world.device.type == "cuda":
-            # The step's seconds would else end before its last kernel does.
             torch.cuda.synchronize(self.world.device)
-        return learning_rate
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not np.isfinite(value):
+        raise NonFiniteError(f"the {name} is {value}; no weight was changed")

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Raised with every change of the records below; a reader refuses any other number."""
 
 PolicyVersion = NewType("PolicyVersion", int)
@@ -57,6 +57,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Metrics by name, such as exact_match, num_searches, num_invalid, think_tokens."""
     duration_s: float
     """Wall time from the first request to the last observation."""
+    turn_rewards: tuple[float, ...] | None = None
+    """[K] what each turn earned; they sum to `reward`. None where only the whole was rewarded,
+    which is then earned by the last turn."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -110,7 +113,11 @@ def _first_problem(trajectory: Trajectory) -> str | None:
     for name in ("logprobs", "versions"):
         if len(getattr(trajectory, name)) != num_trained:
             return f"{len(getattr(trajectory, name))} {name} for {num_trained} generated tokens"
-    return _first_gap(trajectory) or _first_bad_number(trajectory)
+    return (
+        _first_gap(trajectory)
+        or _first_bad_number(trajectory)
+        or _first_bad_turn_reward(trajectory)
+    )
 
 
 def _first_gap(trajectory: Trajectory) -> str | None:
@@ -127,9 +134,30 @@ def _first_gap(trajectory: Trajectory) -> str | None:
 def _first_bad_number(trajectory: Trajectory) -> str | None:
     bad = np.flatnonzero(~np.isfinite(trajectory.logprobs))
     if bad.size:
-        return f"log-prob of generated token {bad[0]} is {trajectory.logprobs[bad[0]]}"
+        turn = turn_of(trajectory, int(bad[0]))
+        return f"turn {turn}: log-prob of generated token {bad[0]} is {trajectory.logprobs[bad[0]]}"
     if not np.isfinite(trajectory.reward):
         return f"reward is {trajectory.reward}"
     if trajectory.versions.min() < 0:
         return f"a token carries policy version {trajectory.versions.min()}"
     return None
+
+
+def _first_bad_turn_reward(trajectory: Trajectory) -> str | None:
+    rewards = trajectory.turn_rewards
+    if rewards is None:
+        return None
+    if len(rewards) != len(trajectory.turns):
+        return f"{len(rewards)} turn rewards for {len(trajectory.turns)} turns"
+    for k, reward in enumerate(rewards):
+        if not np.isfinite(reward):
+            return f"turn {k}: reward is {reward}"
+    if abs(sum(rewards) - trajectory.reward) > 1e-4:
+        return f"its turn rewards sum to {sum(rewards):g}, its reward is {trajectory.reward:g}"
+    return None
+
+
+def turn_of(trajectory: Trajectory, token: int) -> int:
+    """Index of the turn that holds generated token `token`; turns of 2 and 3: token 2 -> turn 1."""
+    ends_K = np.cumsum([turn.num_generated for turn in trajectory.turns])
+    return int(np.searchsorted(ends_K, token, side="right"))

@@ -8,39 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING
 
+from leeway.learner.objective.presets import problems as problems_of_objective
+from leeway.learner.objective.presets import resolve
 from leeway.replay.errors import ConfigurationError
 from leeway.services.config_text import BUNDLED, PATH_KEYS, mask_url, show, value_at
 
 if TYPE_CHECKING:
     from leeway.services.config import ApiConfig, RunConfig
-
-
-class ObjectiveFacts(NamedTuple):
-    """What the checks must know of a preset."""
-
-    advantage: str
-    clips: bool
-    """Whether eps_low and eps_high are read."""
-
-
-OBJECTIVES: Final = {
-    "so-grpo": ObjectiveFacts("group", clips=True),
-    "so-grpo-penalty": ObjectiveFacts("group", clips=True),
-    "grpo": ObjectiveFacts("group", clips=True),
-    "gspo": ObjectiveFacts("group", clips=True),
-    "reinforce": ObjectiveFacts("batch", clips=False),
-    "rloo": ObjectiveFacts("leave-one-out", clips=False),
-    "tis": ObjectiveFacts("group", clips=False),
-    "cispo": ObjectiveFacts("group", clips=True),
-    "m2po": ObjectiveFacts("group", clips=False),
-    "vespo": ObjectiveFacts("group", clips=False),
-    "topr": ObjectiveFacts("group", clips=False),
-}
-"""Mirror of leeway.learner.objective.presets, which imports torch; a test compares the two."""
 
 
 def check(config: RunConfig, source: str = "the configuration") -> None:
@@ -52,6 +29,7 @@ def check(config: RunConfig, source: str = "the configuration") -> None:
 def problems(config: RunConfig) -> Iterator[str]:
     """Every refusal, one sentence each, with the numbers and the remedy."""
     yield from _window_problems(config)
+    yield from _exact_problems(config)
     yield from _length_problems(config)
     yield from _objective_problems(config)
     yield from _deadline_problems(config)
@@ -78,6 +56,17 @@ def _window_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _exact_problems(config: RunConfig) -> Iterator[str]:
+    """With max_staleness 4 the groups trained at versions 0 to 3 are 0 to 3 versions old."""
+    replay, num_steps = config.replay, config.learner.num_steps
+    if replay.staleness_policy == "exact" and num_steps <= replay.max_staleness:
+        yield (
+            f"learner.num_steps = {num_steps} ends within the ramp of replay.staleness_policy = "
+            f'"exact": the first replay.max_staleness = {replay.max_staleness} steps train younger '
+            f"tokens; set learner.num_steps above {replay.max_staleness}"
+        )
+
+
 def _length_problems(config: RunConfig) -> Iterator[str]:
     search, limit = config.search, config.policy.max_model_len
     turn, seen = search.max_turn_tokens, search.max_observation_tokens
@@ -100,33 +89,29 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _objective_problems(config: RunConfig) -> Iterator[str]:
-    objective, siblings = config.learner.objective, config.rollout.group_size
-    facts = OBJECTIVES.get(objective)
-    if facts is None:
-        close = get_close_matches(objective, OBJECTIVES, n=1)
-        hint = f"did you mean {close[0]}? There are" if close else "there are"
-        yield (
-            f"learner.objective = {show(objective)} is not a preset; "
-            f"{hint} {', '.join(sorted(OBJECTIVES))}"
-        )
+    found = list(problems_of_objective(config.learner))
+    if found:
+        yield from found
         return
-    if siblings == 1 and facts.advantage in ("group", "leave-one-out"):
+    name, objective = show(config.learner.objective), resolve(config.learner)
+    siblings, groups = config.rollout.group_size, config.replay.groups_per_step
+    if siblings == 1 and objective.compares_siblings:
         yield (
             f"rollout.group_size = 1 gives every trajectory zero advantage under "
-            f"learner.objective = {show(objective)}, which compares siblings; "
+            f"learner.objective = {name}, which compares siblings; "
             f"set rollout.group_size to at least 2"
         )
-    if facts.advantage == "batch" and siblings * config.replay.groups_per_step == 1:
+    if objective.advantage == "batch" and siblings * groups == 1:
         yield (
-            f"a batch of one trajectory has zero advantage under learner.objective = "
-            f"{show(objective)}; raise replay.groups_per_step or rollout.group_size to at least 2"
+            f"a batch of one trajectory has zero advantage under learner.objective = {name}; "
+            "raise replay.groups_per_step or rollout.group_size to at least 2"
         )
-    for key in ("learner.eps_low", "learner.eps_high"):
-        if not facts.clips and value_at(config, key) is not None:
-            yield (
-                f"{key} does nothing under learner.objective = {show(objective)}, "
-                "which does not clip; leave it out"
-            )
+    if config.learner.num_minibatches > siblings * groups:
+        yield (
+            f"learner.num_minibatches = {config.learner.num_minibatches} is more than the "
+            f"{siblings * groups} trajectories of a step (rollout.group_size x "
+            "replay.groups_per_step); lower it"
+        )
 
 
 def _deadline_problems(config: RunConfig) -> Iterator[str]:
@@ -243,10 +228,29 @@ def _remarks(config: RunConfig) -> Iterator[str]:
             f"eval.every_steps = {config.eval.every_steps} never comes within "
             f"learner.num_steps = {learner.num_steps}"
         )
+    if (learner.critic_warmup_steps or 0) >= learner.num_steps:
+        yield (
+            f"learner.critic_warmup_steps = {learner.critic_warmup_steps} covers all of "
+            f"learner.num_steps = {learner.num_steps}: the policy never changes"
+        )
     if learner.warmup_steps >= learner.num_steps:
         yield (
             f"learner.warmup_steps = {learner.warmup_steps} covers all of "
             f"learner.num_steps = {learner.num_steps}: the full learning rate is never used"
+        )
+    yield from _exact_remarks(config)
+
+
+def _exact_remarks(config: RunConfig) -> Iterator[str]:
+    """A window of 80 groups, 16 in flight: 5 rounds of episodes before the first step."""
+    replay, rollout = config.replay, config.rollout
+    in_flight = rollout.max_groups_in_flight * rollout.num_workers
+    rounds, wait_s = -(-replay.window // in_flight), config.learner.draw_timeout_s
+    if replay.staleness_policy == "exact" and rounds * rollout.episode_timeout_s > wait_s:
+        yield (
+            f'replay.staleness_policy = "exact" waits for all {replay.window} groups of the window '
+            f"before the first step, {rounds} times the {in_flight} in flight; "
+            f"learner.draw_timeout_s = {wait_s:g} leaves {wait_s / rounds:.0f} s for each time"
         )
 
 

@@ -7,12 +7,8 @@ reduce weights.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-
-Surrogate = Literal["clip", "plain", "truncate", "cispo", "topr", "vespo", "second-moment"]
 
 
 def clipped_tokens(w_T: Tensor, a_T: Tensor, eps_low: float, eps_high: float) -> Tensor:

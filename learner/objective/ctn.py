@@ -7,12 +7,8 @@ gradient form, a second-hand note for the penalty form.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-
-Ctn = Literal["none", "gradient", "penalty"]
 
 
 def ctn_divisor(bias_norm: float, c: float, raw: bool) -> float:

@@ -1,7 +1,7 @@
 """One objective applied to tokens: the pieces of this folder put together.
 
-Letters: `T` trained tokens (of a micro-batch of whole trajectories, or of the batch); `lp_T`
-log-prob under the policy being trained, `old_T` under the one that sampled, `a_T` advantage, `w_T`
+Letters: `T` trained tokens (of some whole trajectories, or of the batch); `lp_T` log-prob under the
+policy being trained, `old_T` under the one its ratio is taken against, `a_T` advantage, `w_T`
 ratio, `d_T` log-ratio.
 """
 
@@ -23,40 +23,59 @@ class Tokens:
     """What an objective needs to know of its tokens besides their log-probs."""
 
     old_T: Tensor
-    """[T] log-prob under the policy that sampled the token."""
+    """[T] log-prob under the policy that ratios are taken against."""
     a_T: Tensor
     """[T] advantage."""
     weight_T: Tensor
-    """[T] reduce weight, with denominators of the whole batch."""
+    """[T] reduce weight, with denominators of the whole optimizer step."""
     segments: Segments
+    correction_T: Tensor | None = None
+    """[T] weight outside the clip; None where every token has 1."""
 
-    def take(self, token_S: Tensor) -> Tokens:
+    def take(self, token_S: Tensor | slice) -> Tokens:
         """Those of `S` chosen tokens, which must make whole trajectories."""
+        correction_T = self.correction_T
         return Tokens(
             self.old_T[token_S],
             self.a_T[token_S],
             self.weight_T[token_S],
             self.segments.take(token_S),
+            None if correction_T is None else correction_T[token_S],
         )
 
     def to(self, device: torch.device) -> Tokens:
         """The same on another device."""
+        correction_T = self.correction_T
         return Tokens(
             self.old_T.to(device),
             self.a_T.to(device),
             self.weight_T.to(device),
             self.segments.to(device),
+            None if correction_T is None else correction_T.to(device),
         )
+
+    @property
+    def term_weight_T(self) -> Tensor:
+        """[T] what a token's surrogate is multiplied by: reduce weight times correction."""
+        return self.weight_T if self.correction_T is None else self.weight_T * self.correction_T
 
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """Numbers of the whole batch that enter every token's loss; found by a first pass."""
+    """Numbers of the whole optimizer step that enter every token's loss; found by a first pass."""
 
     clip_fraction: float
     """Share of clipped tokens."""
     masked_T: Tensor
     """[T] bool, tokens without gradient."""
+
+    def take(self, token_S: Tensor | slice) -> BatchTerms:
+        """Those of `S` chosen tokens."""
+        return BatchTerms(self.clip_fraction, self.masked_T[token_S])
+
+    def to(self, device: torch.device) -> BatchTerms:
+        """The same on another device."""
+        return BatchTerms(self.clip_fraction, self.masked_T.to(device))
 
 
 def clipped(objective: Objective, w_T: Tensor, a_T: Tensor) -> Tensor:
@@ -67,7 +86,7 @@ def clipped(objective: Objective, w_T: Tensor, a_T: Tensor) -> Tensor:
 
 
 def batch_terms(objective: Objective, lp_T: Tensor, tokens: Tokens) -> BatchTerms:
-    """The numbers of the whole batch, from the log-probs of all its tokens."""
+    """The numbers of the whole optimizer step, from the log-probs of all its tokens."""
     d_T = log_ratio(lp_T, tokens.old_T)
     w_T = importance_ratio(objective.ratio, d_T, tokens.segments)
     clip_fraction = clipped(objective, w_T, tokens.a_T).float().mean().item()
@@ -79,7 +98,7 @@ def batch_terms(objective: Objective, lp_T: Tensor, tokens: Tokens) -> BatchTerm
 def surrogate_term(
     objective: Objective, lp_T: Tensor, w_T: Tensor, a_T: Tensor, masked_T: Tensor | None
 ) -> Tensor:
-    """[T] the term to be maximised, before reduce weights."""
+    """[T] the term to be maximised, before weights."""
     kind = objective.surrogate
     eps_low = 0.0 if objective.eps_low is None else objective.eps_low
     eps_high = 0.0 if objective.eps_high is None else objective.eps_high
@@ -101,17 +120,17 @@ def surrogate_term(
 def loss(
     objective: Objective, lp_T: Tensor, tokens: Tokens, terms: BatchTerms | None = None
 ) -> Tensor:
-    """Scalar to be minimised: -sum of weight_T * term_T, plus the penalty where the objective has
-    one.
+    """Scalar to be minimised: -sum of weight_T * correction_T * term_T, plus the penalty where the
+    objective has one.
 
-    Summed over any split into micro-batches of whole trajectories it is the loss of the batch.
-    `terms` (its mask cut to these tokens) is needed where `objective.needs_first_pass`.
+    Summed over any split into whole trajectories it is the loss of the optimizer step. `terms` (cut
+    to these tokens) is needed where `objective.needs_first_pass`.
     """
     d_T = log_ratio(lp_T, tokens.old_T)
     w_T = importance_ratio(objective.ratio, d_T, tokens.segments)
     masked_T = None if terms is None else terms.masked_T
     term_T = surrogate_term(objective, lp_T, w_T, tokens.a_T, masked_T)
-    total = -(tokens.weight_T * term_T).sum()
+    total = -(tokens.term_weight_T * term_T).sum()
     if objective.ctn != "penalty":
         return total
     assert terms is not None, "the penalty needs the clip fraction of the first pass"

@@ -10,12 +10,12 @@ former.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
-Ratio = Literal["none", "token", "turn", "turn-arithmetic", "sequence", "sequence-product"]
+from leeway.learner.objective.kinds import Ratio
 
 MAX_LOG_RATIO: Final = 20.0
 """Log-ratios are clamped to +-20 before any exp: exp(20) = 4.9e8 keeps products finite in
@@ -33,7 +33,7 @@ class Segments:
     num_turns: int
     num_trajectories: int
 
-    def take(self, token_S: Tensor) -> Segments:
+    def take(self, token_S: Tensor | slice) -> Segments:
         """The segments of `S` chosen tokens, under the same numbers."""
         return Segments(
             self.turn_of_T[token_S],

@@ -9,14 +9,11 @@ Letters: `T` trained tokens, `B` trajectories of |y_i| tokens and n_i turns of |
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from leeway.learner.objective.kinds import Reduce
 from leeway.learner.objective.ratio import Segments, segment_sum
-
-Reduce = Literal["token", "trajectory", "turn"]
 
 
 def reduce_weight(kind: Reduce, segments: Segments) -> Tensor:

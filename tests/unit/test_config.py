@@ -23,7 +23,6 @@ from leeway.services.config import (
     masked,
     remarks,
 )
-from leeway.services.config_checks import OBJECTIVES
 from leeway.services.config_text import known_keys
 
 
@@ -161,6 +160,16 @@ def test_a_bad_override_is_named(override: str, words: str):
             "set rollout.max_groups_in_flight to at most 4, or raise replay.max_staleness",
         ),
         (
+            ["replay.staleness_policy=exact", "replay.max_groups=79"],
+            "[replay] max_groups = 79 must be at least (max_staleness + 1) x groups_per_step = 80 "
+            'under staleness_policy = "exact"',
+        ),
+        (
+            ["replay.staleness_policy=exact", "learner.num_steps=4"],
+            'learner.num_steps = 4 ends within the ramp of replay.staleness_policy = "exact": the '
+            "first replay.max_staleness = 4 steps train younger tokens",
+        ),
+        (
             ["search.max_turn_tokens=1024"],
             "leaves no room for a prompt within policy.max_model_len = 1024",
         ),
@@ -191,6 +200,17 @@ def test_staleness_0_is_fine_with_one_step_in_flight():
     load(None, ["replay.max_staleness=0", "rollout.max_groups_in_flight=16"])
 
 
+def test_exact_staleness_is_fine_with_a_window_that_fits_and_a_step_after_the_ramp():
+    load(None, ["replay.staleness_policy=exact", "replay.max_groups=80", "learner.num_steps=5"])
+
+
+def test_a_first_window_that_may_outlast_the_learner_is_said_not_refused():
+    # 80 groups, 16 in flight: 5 times up to 90 s, more than 300 s
+    (remark,) = remarks(load(None, ["replay.staleness_policy=exact"]))
+    assert "waits for all 80 groups of the window before the first step, 5 times the 16" in remark
+    assert "learner.draw_timeout_s = 300 leaves 60 s for each time" in remark
+
+
 def test_one_trajectory_per_question_is_fine_with_a_batch_baseline():
     load(None, ["rollout.group_size=1", "learner.objective=reinforce"])
 
@@ -204,15 +224,6 @@ def test_a_window_wider_than_the_buffer_is_said_not_refused():
 
 def test_the_defaults_need_no_remark():
     assert remarks(RunConfig()) == []
-
-
-def test_the_table_of_objectives_mirrors_the_presets():
-    presets = pytest.importorskip("leeway.learner.objective.presets").PRESETS
-    facts = {
-        name: (p.advantage, p.eps_low is not None and p.eps_high is not None)
-        for name, p in presets.items()
-    }
-    assert {name: tuple(known) for name, known in OBJECTIVES.items()} == facts
 
 
 # --- paths ---

@@ -6,11 +6,10 @@ import pytest
 
 from leeway.learner.batch import build_batch, collate, split
 from leeway.learner.metrics import data_metrics, staleness
-from leeway.learner.objective import PRESETS
+from leeway.learner.objective.presets import PRESETS
+from leeway.learner.update import build_update
 from leeway.replay.errors import DataError
 from leeway.replay.schema import Group, GroupId, Trajectory, Turn
-
-OBJECTIVE = PRESETS["so-grpo"]
 
 
 def trajectory(
@@ -45,31 +44,30 @@ def group(*trajectories: Trajectory, name: str = "g") -> Group:
 
 def test_tokens_are_flat_and_turns_come_from_the_rollout() -> None:
     # The second trajectory's turns are adjacent: no mask could tell them apart.
-    batch = build_batch(
-        [group(trajectory("a"), trajectory("b", ((1, 0), (2, 0)), reward=0.0))], OBJECTIVE
-    )
-    assert batch.tokens.segments.turn_of_T.tolist() == [0, 0, 1, 2, 3, 3]
-    assert batch.tokens.segments.trajectory_of_T.tolist() == [0, 0, 0, 1, 1, 1]
+    batch = build_batch([group(trajectory("a"), trajectory("b", ((1, 0), (2, 0)), reward=0.0))])
+    assert batch.segments.turn_of_T.tolist() == [0, 0, 1, 2, 3, 3]
+    assert batch.segments.trajectory_of_T.tolist() == [0, 0, 0, 1, 1, 1]
     assert batch.position_T.tolist() == [4, 5, 9, 4, 5, 6]
-    assert batch.tokens.a_T.tolist() == pytest.approx([0.70711] * 3 + [-0.70711] * 3, abs=1e-4)
-    assert batch.tokens.weight_T.tolist() == pytest.approx([1 / 6] * 6)
+    tokens = build_update(batch, PRESETS["so-grpo"], version=0).tokens
+    assert tokens.a_T.tolist() == pytest.approx([0.70711] * 3 + [-0.70711] * 3, abs=1e-4)
+    assert tokens.weight_T.tolist() == pytest.approx([1 / 6] * 6)
 
 
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(DataError, match="empty"):
-        build_batch([], OBJECTIVE)
+        build_batch([])
 
 
 def test_a_log_prob_that_is_not_finite_is_refused_naming_trajectory_and_turn() -> None:
     bad = trajectory("a")
     bad.logprobs[2] = np.nan
-    with pytest.raises(DataError, match="group g, trajectory a, turn 1: log-prob is nan"):
-        build_batch([group(bad)], OBJECTIVE)
+    with pytest.raises(DataError, match=r"group g, trajectory a: turn 1: log-prob of .* 2 is nan"):
+        build_batch([group(bad)])
 
 
 def test_a_reward_that_is_not_finite_is_refused_naming_the_trajectory() -> None:
     with pytest.raises(DataError, match="trajectory a: reward is inf"):
-        build_batch([group(trajectory("a", reward=float("inf")))], OBJECTIVE)
+        build_batch([group(trajectory("a", reward=float("inf")))])
 
 
 def test_turns_that_leave_a_gap_are_refused_naming_the_turn() -> None:
@@ -77,12 +75,12 @@ def test_turns_that_leave_a_gap_are_refused_naming_the_turn() -> None:
     turns = (good.turns[0], Turn(10, 1, 0, "answer"))
     bad = msgspec.structs.replace(good, turns=turns)
     with pytest.raises(DataError, match="trajectory a: turn 1 starts at 10"):
-        build_batch([group(bad)], OBJECTIVE)
+        build_batch([group(bad)])
 
 
 def test_a_turn_without_a_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="turn 0: no prompt"):
-        build_batch([group(trajectory("a", prompt=0))], OBJECTIVE)
+        build_batch([group(trajectory("a", prompt=0))])
 
 
 def test_groups_of_equal_rewards_are_counted() -> None:
@@ -90,13 +88,13 @@ def test_groups_of_equal_rewards_are_counted() -> None:
         group(trajectory(), trajectory(), name="equal"),
         group(trajectory(), trajectory(reward=0.0), name="mixed"),
     ]
-    assert build_batch(groups, OBJECTIVE).num_zero_variance_groups == 1
+    assert build_batch(groups).num_zero_variance_groups == 1
 
 
 def test_staleness_is_learner_version_minus_oldest_trained_version() -> None:
     first, second = trajectory("a", version=9), trajectory("b", version=9)
     first.versions[1] = 8
-    batch = build_batch([group(first, second)], OBJECTIVE)
+    batch = build_batch([group(first, second)])
     assert staleness(batch, 10).tolist() == [2, 1]
     metrics = data_metrics(batch, 10)
     assert (metrics.staleness_mean, metrics.staleness_max) == (1.5, 2)
@@ -109,19 +107,19 @@ def lengths(*wanted: int) -> Group:
 
 
 def test_split_balances_ranks_and_keeps_the_budget() -> None:
-    batch = build_batch([lengths(4, 9, 5, 8)], OBJECTIVE)
+    batch = build_batch([lengths(4, 9, 5, 8)])
     assert split(batch, 10, num_ranks=2) == [[[1], [0]], [[3], [2]]]
     assert split(batch, 16) == [[[1], [3, 2], [0]]]
 
 
 def test_every_rank_has_the_same_number_of_micro_batches() -> None:
-    batch = build_batch([lengths(9, 9, 9)], OBJECTIVE)
+    batch = build_batch([lengths(9, 9, 9)])
     assert split(batch, 9, num_ranks=2) == [[[0], [2]], [[1], []]]
 
 
 def test_a_micro_batch_reads_nothing_behind_its_last_trained_token() -> None:
     # 4 prompt, 2 generated, 3 observed, 1 generated, 7 observed: 9 tokens predict the last one.
-    batch = build_batch([group(trajectory("a", ((2, 3), (1, 7))))], OBJECTIVE)
+    batch = build_batch([group(trajectory("a", ((2, 3), (1, 7))))])
     micro_batch = collate(batch, [0])
     assert micro_batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert micro_batch.predictor_S.tolist() == [3, 4, 8]
@@ -129,7 +127,7 @@ def test_a_micro_batch_reads_nothing_behind_its_last_trained_token() -> None:
 
 
 def test_a_micro_batch_of_wanted_tokens_is_cut_behind_the_last_one() -> None:
-    batch = build_batch([group(trajectory("a"), trajectory("b"))], OBJECTIVE)
+    batch = build_batch([group(trajectory("a"), trajectory("b"))])
     wanted_T = np.array([False, True, False, True, False, False])
     micro_batch = collate(batch, [0, 1], wanted_T)
     assert micro_batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]

@@ -12,7 +12,6 @@ from leeway.learner.batch import PackedBatch, build_batch
 from leeway.learner.config import LearnerConfig
 from leeway.learner.errors import CheckpointError
 from leeway.learner.model import load_model
-from leeway.learner.objective import resolve
 from leeway.learner.trainer import Trainer
 from leeway.replay.schema import Group, GroupId, Trajectory, Turn
 
@@ -49,7 +48,7 @@ def batch(seed: int) -> PackedBatch:
         for i in range(4)
     )
     group = Group(group_id=GroupId("g"), question_id="q", worker_id="w", trajectories=trajectories)
-    return build_batch([group], resolve(CONFIG))
+    return build_batch([group])
 
 
 def train(trainer: Trainer, start: int, end: int) -> None:

@@ -1,5 +1,6 @@
 """Log-probs without a T x V tensor equal the plain ones."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leeway.learner.batch import MicroBatch
-from leeway.learner.model import head_logprobs, load_model, logprobs
+from leeway.learner.head import Head, head_logprobs, head_loss
+from leeway.learner.model import load_model, logprob_loss, logprobs
 from leeway.replay.errors import ConfigurationError
 
 
@@ -32,7 +34,7 @@ def two_rows() -> MicroBatch:
     ids_RL = torch.tensor([[5, 9, 2, 7, 1, 3], [8, 4, 6, 2, 0, 0]])
     mask_RL = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
     predictor_S, target_S = torch.tensor([4, 5, 8, 9]), torch.tensor([3, 11, 2, 12])
-    return MicroBatch(ids_RL, mask_RL, predictor_S, target_S, torch.arange(4))
+    return MicroBatch(ids_RL, mask_RL, predictor_S, target_S, torch.arange(4), (2, 2))
 
 
 def plain(model: LlamaForCausalLM, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -44,46 +46,73 @@ def plain(model: LlamaForCausalLM, micro_batch: MicroBatch) -> tuple[Tensor, Ten
     return lp_S, -(log_p.exp() * log_p).sum(-1)
 
 
+COEFFICIENT_S = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+
+
+def of_coefficients(lp_C: Tensor, chunk: slice) -> Tensor:
+    return (COEFFICIENT_S[chunk].to(lp_C) * lp_C.exp()).sum()
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_log_probs_and_their_gradient_equal_the_masked_plain_path(tied: bool) -> None:
+def test_log_probs_loss_and_gradient_equal_the_masked_plain_path(tied: bool) -> None:
     model, micro_batch = tiny(tied).double(), two_rows()
-    coefficient_S = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    lp_S, entropy_S = plain(model, micro_batch)
+    loss = (COEFFICIENT_S * lp_S.exp()).sum()
+    expected = torch.autograd.grad(loss, list(model.parameters()))
 
-    def run(compute):
-        model.zero_grad(set_to_none=True)
-        lp_S, entropy_S = compute(model, micro_batch)
-        (coefficient_S * lp_S).sum().backward()
-        return lp_S.detach(), entropy_S.detach(), [p.grad for p in model.parameters()]
-
-    torch.testing.assert_close(run(logprobs), run(plain), rtol=1e-9, atol=1e-12)
+    result = logprob_loss(model, micro_batch, of_coefficients)
+    result.loss.backward()
+    found = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(found, list(expected), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        (result.loss.detach(), result.lp_S, result.entropy_S),
+        (loss.detach(), lp_S.detach(), entropy_S.detach()),
+        rtol=1e-9, atol=1e-12,
+    )  # fmt: skip
+    torch.testing.assert_close(logprobs(model, micro_batch), (result.lp_S, result.entropy_S))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
 def test_chunks_of_the_head_do_not_change_values_or_gradients(chunk_tokens: int) -> None:
+    """Trajectories of 2, 4 and 1 tokens: 3 rows at a time make the second one go in two passes."""
     torch.manual_seed(0)
     hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
     target_S = torch.randint(11, (7,))
-    assert torch.autograd.gradcheck(
-        lambda h, w, b: head_logprobs(h, w, b, target_S, chunk_tokens)[0], (hidden, weight, bias)
-    )
-    lp_S, _ = head_logprobs(hidden, weight, bias, target_S, chunk_tokens)
-    plain_SV = (hidden @ weight.T + bias).log_softmax(-1)
-    torch.testing.assert_close(lp_S, plain_SV[torch.arange(7), target_S])
+
+    def loss_of(lp_C: Tensor, chunk: slice) -> Tensor:
+        assert chunk in (slice(0, 2), slice(2, 6), slice(6, 7), slice(0, 7))
+        bounds = [0, 2, 6, 7]
+        parts = [
+            lp_C[a - chunk.start : b - chunk.start].sum().exp()
+            for a, b in itertools.pairwise(bounds)
+            if chunk.start <= a < chunk.stop
+        ]
+        return torch.stack(parts).sum()
+
+    plain_S = (hidden @ weight.T + bias).log_softmax(-1)[torch.arange(7), target_S]
+    expected = torch.autograd.grad(3 * loss_of(plain_S, slice(0, 7)), (hidden, weight, bias))
+    result = head_loss(hidden, Head(weight, bias), target_S, loss_of, (2, 4, 1), chunk_tokens)
+    found = torch.autograd.grad(3 * result.loss, (hidden, weight, bias))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    lp_S, _ = head_logprobs(hidden, Head(weight, bias), target_S, chunk_tokens)
+    torch.testing.assert_close(lp_S, plain_S.detach())
 
 
-def test_entropy_carries_no_gradient() -> None:
-    assert not logprobs(tiny(), two_rows())[1].requires_grad
+def test_only_the_loss_carries_a_gradient() -> None:
+    result = logprob_loss(tiny(), two_rows(), of_coefficients)
+    assert result.loss.requires_grad
+    assert not result.lp_S.requires_grad and not result.entropy_S.requires_grad
 
 
 def test_bfloat16_stays_near_float32_and_gradients_are_float32() -> None:
     model, micro_batch = tiny(), two_rows()
-    lp_S, _ = logprobs(model, micro_batch, "bfloat16")
-    lp_S.sum().backward()
-    assert lp_S.dtype == torch.float32
+    result = logprob_loss(model, micro_batch, of_coefficients, "bfloat16")
+    result.loss.backward()
+    assert result.lp_S.dtype == torch.float32
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-    torch.testing.assert_close(lp_S, logprobs(model, micro_batch)[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(result.lp_S, logprobs(model, micro_batch)[0], rtol=0.05, atol=0.05)
 
 
 def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from leeway.learner.config import LearnerConfig
-from leeway.learner.objective import PRESETS, BatchTerms, Tokens, loss, resolve
 from leeway.learner.objective import clip as clips
-from leeway.learner.objective.advantage import Advantage, advantage, has_equal_rewards
+from leeway.learner.objective.advantage import has_equal_rewards, trajectory_advantage
 from leeway.learner.objective.ctn import bias_coefficient, ctn_divisor, ctn_penalty
+from leeway.learner.objective.kinds import Advantage, Reduce
+from leeway.learner.objective.loss import BatchTerms, Tokens, loss
+from leeway.learner.objective.presets import PRESETS, resolve
 from leeway.learner.objective.ratio import Segments
-from leeway.learner.objective.reduce import Reduce, reduce_weight
+from leeway.learner.objective.reduce import reduce_weight
 from leeway.replay.errors import ConfigurationError
 
 TWO_TRAJECTORIES = Segments(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 1, 1]), 3, 2)
@@ -83,7 +85,7 @@ def test_reduce_weights_by_hand(kind: Reduce, expected: list[float]) -> None:
 )
 def test_advantages_by_hand(kind: Advantage, expected: list[float]) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.8], dtype=torch.float64)
-    a_B = advantage(kind, rewards, torch.tensor([0, 0, 0, 1]), 2)
+    a_B = trajectory_advantage(kind, rewards, torch.tensor([0, 0, 0, 1]), 2)
     assert a_B[:3].tolist() == pytest.approx(expected, abs=1e-4)
 
 
@@ -92,7 +94,7 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage() -> None:
     groups = torch.tensor([0, 0, 0, 1])
     assert has_equal_rewards(rewards, groups, 2).tolist() == [True, True]
     for kind in ("group", "group-unscaled", "leave-one-out"):
-        assert advantage(kind, rewards, groups, 2).tolist() == [0.0] * 4
+        assert trajectory_advantage(kind, rewards, groups, 2).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -140,8 +142,8 @@ def test_so_grpo_loss_by_hand() -> None:
 
 
 def test_an_unknown_objective_is_refused_with_the_names_that_exist() -> None:
-    with pytest.raises(ConfigurationError, match=r"'ppo'.*so-grpo.*need a critic"):
-        resolve(LearnerConfig(objective="ppo"))
+    with pytest.raises(ConfigurationError, match=r"did you mean so-grpo\? There are cispo,.*vespo"):
+        resolve(LearnerConfig(objective="so_grpo"))
 
 
 @pytest.mark.parametrize(
@@ -151,13 +153,38 @@ def test_an_unknown_objective_is_refused_with_the_names_that_exist() -> None:
         ("reinforce", {"ratio": "turn"}),
         ("vespo", {"ratio": "turn"}),
         ("cispo", {"dual_clip": 3.0}),
+        ("grpo", {"ctn_c": 2.0}),
+        ("so-grpo", {"ctn_strength": 2.0}),
+        ("so-grpo-penalty", {"ctn_target": "learning-rate"}),
+        ("grpo", {"gae_lambda": 0.9}),
+        ("so-grpo", {"critic_learning_rate": 1e-3}),
+        ("grpo", {"max_correction": 3.0}),
     ],
 )
 def test_an_override_that_would_do_nothing_is_refused(
     objective: str, override: dict[str, float | str]
 ) -> None:
     config = LearnerConfig.model_validate({"objective": objective} | override)
-    with pytest.raises(ConfigurationError, match=f"{next(iter(override))} does nothing"):
+    with pytest.raises(ConfigurationError, match=f"learner.{next(iter(override))} does nothing"):
+        resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("objective", "override", "sentence"),
+    [
+        ("grpo", {"advantage": "gae"}, 'advantage = "gae" needs a critic'),
+        ("ppo", {"advantage": "group"}, "leaves the critic"),
+        ("rloo", {"ctn": "gradient"}, "triggered by the clip"),
+        ("m2po", {"ctn": "penalty"}, "triggered by the clip"),
+        ("grpo", {"correction": "mask"}, 'set learner.old = "proximal"'),
+        ("tis", {"old": "proximal"}, "would undo"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(
+    objective: str, override: dict[str, str], sentence: str
+) -> None:
+    config = LearnerConfig.model_validate({"objective": objective} | override)
+    with pytest.raises(ConfigurationError, match=sentence):
         resolve(config)
 
 
@@ -169,5 +196,5 @@ def test_configured_parts_replace_the_preset_s() -> None:
 
 
 def test_configured_clip_distances_replace_the_preset_s() -> None:
-    objective = resolve(LearnerConfig(objective="gspo", eps_high=0.01, ctn_c=3))
-    assert (objective.eps_low, objective.eps_high, objective.ctn_c) == (3e-4, 0.01, 3)
+    objective = resolve(LearnerConfig(objective="gspo", eps_high=0.01))
+    assert (objective.eps_low, objective.eps_high) == (3e-4, 0.01)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from leeway.learner.objective import PRESETS, BatchTerms, Tokens, loss
+from leeway.learner.objective.loss import BatchTerms, Tokens, loss
+from leeway.learner.objective.presets import PRESETS
 from leeway.learner.objective.ratio import (
     Ratio,
     Segments,

@@ -1,0 +1,172 @@
+"""What one step trains on: old log-probs, advantages and weights, made once for the whole batch.
+
+Letters: `T` trained tokens of the batch, `K` turns, `N` steps of advantage estimation (trained
+tokens, or turns with trained tokens), `B` trajectories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leeway.learner.batch import PackedBatch, turn_and_trajectory
+from leeway.learner.errors import NonFiniteError
+from leeway.learner.objective.advantage import Estimate, gae, trajectory_advantage, turn_advantage
+from leeway.learner.objective.advantage import whiten as whitened
+from leeway.learner.objective.correction import correction_weight
+from leeway.learner.objective.loss import Tokens
+from leeway.learner.objective.presets import Objective
+from leeway.learner.objective.reduce import reduce_weight
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What the critic learns from one batch. `N` tokens: all trained ones, or the first of each
+    turn."""
+
+    token_N: Tensor
+    """[N] int64 index of each in the batch."""
+    old_N: Tensor
+    """[N] value at the start of the step."""
+    return_N: Tensor
+    """[N] what it should have been."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step: a batch, and what its objective makes of it."""
+
+    batch: PackedBatch
+    tokens: Tokens
+    """[T] weights sum to 1 over each minibatch."""
+    minibatches: tuple[tuple[int, ...], ...]
+    """Trajectories of each optimizer step."""
+    targets: ValueTargets | None
+    """None without a critic."""
+
+    def has_gradient(self, trajectories: tuple[int, ...]) -> list[bool]:
+        """Which of some trajectories have an advantage other than 0."""
+        offset = self.batch.offset_B1
+        is_zero_T = (self.tokens.a_T == 0).numpy()
+        return [not is_zero_T[offset[b] : offset[b + 1]].all() for b in trajectories]
+
+
+def build_update(
+    batch: PackedBatch,
+    objective: Objective,
+    version: int,
+    num_minibatches: int = 1,
+    proximal_T: Tensor | None = None,
+    value_T: Tensor | None = None,
+) -> Update:
+    """`proximal_T` [T] log-probs at the start of the step, where the objective's `old` is proximal;
+    `value_T` [T] the critic's, where it has one.
+
+    Raises NonFiniteError, naming trajectory and turn, for an advantage that is not finite.
+    """
+    a_T, targets = _advantages(batch, objective, value_T)
+    _check_finite(batch, a_T, "advantage")
+    segments, behaviour_T = batch.segments, batch.behaviour_T
+    minibatches = _minibatches(len(batch.trajectories), num_minibatches, version)
+    weight_T = torch.zeros(batch.num_tokens)
+    for trajectories in minibatches:
+        token_S = tokens_of(batch, trajectories)
+        weight_T[token_S] = reduce_weight(objective.reduce, segments.take(token_S))
+    correction_T = None
+    if objective.correction != "none":
+        assert proximal_T is not None, "the correction needs log-probs at the start of the step"
+        correction_T = correction_weight(
+            objective.correction, proximal_T, behaviour_T, objective.max_correction
+        )
+    old_T = behaviour_T if proximal_T is None else proximal_T
+    tokens = Tokens(old_T, a_T.float(), weight_T, segments, correction_T)
+    return Update(batch, tokens, minibatches, targets)
+
+
+def tokens_of(batch: PackedBatch, trajectories: tuple[int, ...]) -> Tensor:
+    """[S] int64 index of the trained tokens of some trajectories."""
+    offset = batch.offset_B1
+    spans = [np.arange(offset[b], offset[b + 1]) for b in trajectories]
+    return torch.from_numpy(np.concatenate(spans))
+
+
+def _minibatches(
+    num_trajectories: int, num_minibatches: int, version: int
+) -> tuple[tuple[int, ...], ...]:
+    """Shares of the batch, drawn by the version so that every rank and a resumed run agree."""
+    if num_minibatches == 1:
+        return (tuple(range(num_trajectories)),)
+    order = np.random.default_rng(version).permutation(num_trajectories)
+    shares = np.array_split(order, min(num_minibatches, num_trajectories))
+    return tuple(tuple(sorted(share.tolist())) for share in shares)
+
+
+def _advantages(
+    batch: PackedBatch, objective: Objective, value_T: Tensor | None
+) -> tuple[Tensor, ValueTargets | None]:
+    """[T] float64, and what the critic learns."""
+    targets = None
+    if not objective.needs_critic:
+        a_T = _without_critic(batch, objective)
+    else:
+        assert value_T is not None, "the advantage needs a critic's values"
+        _check_finite(batch, value_T, "value")
+        by = _by_turn if objective.advantage == "gae-turn" else _by_token
+        a_T, targets = by(batch, objective, value_T.double())
+    return (whitened(a_T) if objective.whiten else a_T), targets
+
+
+def _without_critic(batch: PackedBatch, objective: Objective) -> Tensor:
+    if objective.advantage == "group-turn" and batch.has_turn_rewards:
+        group_of_K = batch.group_of_B[batch.trajectory_of_K]
+        a_K = turn_advantage(batch.turn_reward_K, group_of_K, batch.turn_index_K)
+        return a_K[batch.segments.turn_of_T]
+    kind = "group" if objective.advantage == "group-turn" else objective.advantage
+    a_B = trajectory_advantage(kind, batch.reward_B, batch.group_of_B, len(batch.groups))
+    return a_B[batch.segments.trajectory_of_T]
+
+
+def _by_token(
+    batch: PackedBatch, objective: Objective, value_T: Tensor
+) -> tuple[Tensor, ValueTargets]:
+    segments = batch.segments
+    is_last_T = torch.ones(batch.num_tokens, dtype=torch.bool)
+    is_last_T[:-1] = segments.turn_of_T[:-1] != segments.turn_of_T[1:]
+    reward_T = torch.where(is_last_T, batch.turn_reward_K[segments.turn_of_T], 0.0)
+    estimate = gae(
+        reward_T, value_T, segments.trajectory_of_T, objective.gamma, objective.gae_lambda
+    )
+    return estimate.advantage_N, _targets(torch.arange(batch.num_tokens), value_T, estimate)
+
+
+def _by_turn(
+    batch: PackedBatch, objective: Objective, value_T: Tensor
+) -> tuple[Tensor, ValueTargets]:
+    segments = batch.segments
+    is_first_T = torch.ones(batch.num_tokens, dtype=torch.bool)
+    is_first_T[1:] = segments.turn_of_T[1:] != segments.turn_of_T[:-1]
+    token_N = is_first_T.nonzero().squeeze(-1)
+    reward_N = batch.turn_reward_K[segments.turn_of_T[token_N]]
+    estimate = gae(
+        reward_N,
+        value_T[token_N],
+        segments.trajectory_of_T[token_N],
+        objective.gamma,
+        objective.gae_lambda,
+    )
+    a_T = estimate.advantage_N[is_first_T.cumsum(0) - 1]
+    return a_T, _targets(token_N, value_T[token_N], estimate)
+
+
+def _targets(token_N: Tensor, value_N: Tensor, estimate: Estimate) -> ValueTargets:
+    return ValueTargets(token_N, value_N, estimate.return_N)
+
+
+def _check_finite(batch: PackedBatch, value_T: Tensor, name: str) -> None:
+    bad = (~torch.isfinite(value_T)).nonzero()
+    if len(bad):
+        where, value = turn_and_trajectory(batch, int(bad[0])), value_T[bad[0]].item()
+        raise NonFiniteError(f"{where}: {name} is {value}; no weight was changed")
