@@ -87,6 +87,9 @@ class RolloutConfig(FrozenModel):
     """Share of the last 50 groups that may be dropped for failures before the run stops."""
     format_penalty: float = Field(default=0.1, ge=0)
     """Subtracted from the reward once for an episode that held a malformed action."""
+    retrieval_reward: float = Field(default=0.0, ge=0)
+    """Added once, for the search that first brings a golden answer. Above 0 every turn carries the
+    reward it earned itself; 0 rewards the whole episode."""
 
 
 def bundled_dir() -> Path:

@@ -37,6 +37,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: float
     scores: dict[str, float]
+    turn_rewards: tuple[float, ...] | None = None
+    """What each turn earned; they sum to `reward`. None where only the whole was rewarded."""
 
 
 class Environment(Protocol):

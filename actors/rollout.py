@@ -132,6 +132,7 @@ async def play(
         stop_reason=stop_reason,
         scores={**outcome.scores, "think_tokens": float(num_think)},
         duration_s=time.perf_counter() - started,
+        turn_rewards=outcome.turn_rewards,
     )
 
 

@@ -236,7 +236,10 @@ class RolloutServer:
             replay=self._replay,
             policy=policy,
             environment=SearchEnvironment(
-                spec.search, spec.rollout.format_penalty, self._retriever
+                spec.search,
+                spec.rollout.format_penalty,
+                self._retriever,
+                spec.rollout.retrieval_reward,
             ),
             tokens=Tokens.load(Path(spec.model)),
             questions=questions,

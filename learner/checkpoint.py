@@ -2,7 +2,8 @@
 
     DIR/step-00000012/
         model.safetensors, config.json, tokenizer files   any tool can load it
-        training.pt                                       optimizer, version, RNG, caller's values
+        critic.safetensors                                where the objective trains one
+        training.pt                                       optimizers, version, RNG, caller's values
 
 A directory appears under its name only when all of it is on the disk. Nothing is pickled but
 tensors and plain values; `training.pt` is read with weights_only.
@@ -18,13 +19,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from leeway.learner.critic import Critic
 from leeway.learner.errors import CheckpointError
 
 NUM_KEPT: Final = 2
 _STATE_FILE: Final = "training.pt"
+_CRITIC_FILE: Final = "critic.safetensors"
 _PREFIX: Final = "step-"
 _TEMPORARY: Final = ".writing-"
 _TOKENIZER_FILES: Final = (
@@ -62,6 +66,7 @@ def save(
     version: int,
     source_model: Path,
     extra: Mapping[str, int | float | str] | None = None,
+    critic: Critic | None = None,
 ) -> Checkpoint:
     """Write the checkpoint of `version`; keep the newest two.
 
@@ -75,7 +80,11 @@ def save(
     for pattern in _TOKENIZER_FILES:
         for file in source_model.glob(pattern):
             shutil.copyfile(file, temporary / file.name)
-    torch.save(_state(optimizer, version, dict(extra or {})), temporary / _STATE_FILE)
+    state = _state(optimizer, version, dict(extra or {}))
+    if critic is not None:
+        save_model(critic.model, str(temporary / _CRITIC_FILE))
+        state["critic_optimizer"] = critic.optimizer.state_dict()
+    torch.save(state, temporary / _STATE_FILE)
     for file in temporary.iterdir():
         _sync(file)
     _sync(temporary)
@@ -94,20 +103,37 @@ def latest(directory: Path) -> Checkpoint | None:
     return finished[-1] if finished else None
 
 
-def restore(path: Path, optimizer: Optimizer) -> Restored:
-    """Put the optimizer and the random generators where they were.
+def restore(path: Path, optimizer: Optimizer, critic: Critic | None = None) -> Restored:
+    """Put the optimizer, the critic and the random generators where they were.
 
-    The weights are read by `load_model(path)` before the optimizer is built.
+    The policy's weights are read by `load_model(path)` before the optimizer is built. Raises
+    CheckpointError for a damaged file, and for one without a critic where the objective needs one.
     """
     try:
         state = torch.load(path / _STATE_FILE, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can make torch.load raise anything
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
     optimizer.load_state_dict(state["optimizer"])
+    if critic is not None:
+        _restore_critic(path, critic, state)
     torch.set_rng_state(state["rng"])
     if torch.cuda.is_available() and state["rng_cuda"]:
         torch.cuda.set_rng_state_all(state["rng_cuda"])
     return Restored(state["version"], state["extra"])
+
+
+def _restore_critic(path: Path, critic: Critic, state: Mapping[str, Any]) -> None:
+    file = path / _CRITIC_FILE
+    if "critic_optimizer" not in state or not file.is_file():
+        raise CheckpointError(
+            f"{path} holds no critic, which the objective needs; "
+            "resume with the objective of that run, or start a new run"
+        )
+    try:
+        load_model(critic.model, str(file))
+    except Exception as error:  # a damaged file can make safetensors raise anything
+        raise CheckpointError(f"{file} cannot be resumed from: {error}") from error
+    critic.optimizer.load_state_dict(state["critic_optimizer"])
 
 
 def _state(optimizer: Optimizer, version: int, extra: dict[str, Any]) -> dict[str, Any]:

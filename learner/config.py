@@ -14,7 +14,7 @@ class LearnerConfig(FrozenModel):
     """What is optimised, and how."""
 
     objective: str = "so-grpo"
-    """A preset, such as so-grpo or grpo; [docs/objectives.md](objectives.md) lists them."""
+    """A preset, such as so-grpo or grpo; docs/objectives.md lists them."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Step size of AdamW, constant after the warm-up."""
     warmup_steps: int = Field(default=2, ge=0)

@@ -140,7 +140,7 @@ class Critic:
         loss, num_clipped = totals.tolist()
         if not (np.isfinite(loss) and np.isfinite(norm)):
             raise NonFiniteError(
-                f"the critic's loss is {loss}, its gradient norm {norm}; no weight was changed"
+                f"the critic's loss is {loss}, its gradient norm {norm}; its weights are as before"
             )
         scale = scale_to(norm, self._config.max_grad_norm)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):

@@ -149,6 +149,11 @@ PANELS: Final = (
         unit="groups",
     ),
     Panel(
+        "Critic",
+        "How much of the returns its values explain.",
+        (Series("explained variance", ("explained_variance",)),),
+    ),
+    Panel(
         "Who waits",
         "Share of the time.",
         (

@@ -19,9 +19,16 @@ class SearchEnvironment:
     stop = protocol.STOP
     observation_end = protocol.OBSERVATION_END
 
-    def __init__(self, config: SearchConfig, format_penalty: float, retriever: Retriever) -> None:
+    def __init__(
+        self,
+        config: SearchConfig,
+        format_penalty: float,
+        retriever: Retriever,
+        retrieval_reward: float = 0.0,
+    ) -> None:
         self._config = config
         self._format_penalty = format_penalty
+        self._retrieval_reward = retrieval_reward
         self._retriever = retriever
 
     def prompt(self, question: Question) -> str:
@@ -59,17 +66,22 @@ class SearchEnvironment:
         steps: list[Step],
         stop_reason: StopReason,
     ) -> Outcome:
-        """Exact match of the last answer, less the format penalty if any action was malformed.
+        """Exact match of the last answer, less the format penalty if any action was malformed, plus
+        the retrieval reward if any search brought a golden answer.
 
         Right answer, one malformed action, penalty 0.1 -> reward 0.9. Two malformed ones: also 0.9.
+        With retrieval reward 0.5, turns malformed, search (found), answer (right): turns earn
+        [-0.1, 0.5, 1].
         """
         answer = protocol.last_answer(generated_turns)
         golden = question.golden_answers
         exact_match = rewards.exact_match(answer, golden)
         num_invalid = sum(step.action == "invalid" for step in steps)
         passages = [passage for step in steps for passage in step.passages]
+        earned = self._turn_rewards(steps, golden, exact_match)
         return Outcome(
-            reward=exact_match - (self._format_penalty if num_invalid else 0.0),
+            reward=float(sum(earned)),
+            turn_rewards=tuple(earned) if self._retrieval_reward else None,
             scores={
                 "exact_match": exact_match,
                 "f1": rewards.f1(answer, golden),
@@ -80,3 +92,19 @@ class SearchEnvironment:
                 "retrieved_answer": rewards.contains_answer(passages, golden),
             },
         )
+
+    def _turn_rewards(
+        self, steps: list[Step], golden: tuple[str, ...], exact_match: float
+    ) -> list[float]:
+        """What each turn earned; the answer's reward belongs to the last."""
+        earned = [0.0] * len(steps)
+        is_malformed = [step.action == "invalid" for step in steps]
+        if any(is_malformed):
+            earned[is_malformed.index(True)] -= self._format_penalty
+        if self._retrieval_reward:
+            found = [rewards.contains_answer(step.passages, golden) for step in steps]
+            if any(found):
+                earned[found.index(1.0)] += self._retrieval_reward
+        if earned:
+            earned[-1] += exact_match
+        return earned

@@ -29,10 +29,15 @@ def clipped_surrogate(
     1912.09729). eps 0.2: (w 1.5, A 1) -> 1.2; (w 0.5, A -1) -> -0.8; (w 5, A -1) -> -5, with dual
     clip 3 -> -3.
     """
-    term_T = torch.minimum(w_T * a_T, w_T.clamp(1 - eps_low, 1 + eps_high) * a_T)
+    # The sign of A decides which bound can bind, so one clamp says it: half the backward pass of
+    # the minimum of two products.
+    is_negative_T = a_T < 0
+    low_T = torch.full_like(a_T, -torch.inf).masked_fill_(is_negative_T, 1 - eps_low)
+    high_T = torch.full_like(a_T, 1 + eps_high).masked_fill_(is_negative_T, torch.inf)
+    term_T = w_T.clamp(low_T, high_T) * a_T
     if dual_clip is None:
         return term_T
-    return torch.where(a_T < 0, torch.maximum(term_T, dual_clip * a_T), term_T)
+    return torch.where(is_negative_T, torch.maximum(term_T, dual_clip * a_T), term_T)
 
 
 def truncated_weight(w_T: Tensor, max_weight: float) -> Tensor:

@@ -19,9 +19,9 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from leeway.learner.objective.presets import PRESETS
 from leeway.services import cli
 from leeway.services.config import load
-from leeway.services.config_checks import OBJECTIVES
 from leeway.services.config_text import describe, flatten, known_keys
 from leeway.services.layout import RunDirectory
 
@@ -153,9 +153,23 @@ def test_the_reference_of_keys_is_what_the_code_generates():
     )
 
 
+def test_the_page_of_objectives_lists_every_preset_with_its_parts():
+    page = read(ROOT / "docs" / "objectives.md")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    table = {row[0].strip("`"): row[1:] for row in rows if len(row) == 8 and row[0][0] == "`"}
+    parts = {
+        name: [
+            *(p.ratio, p.surrogate, p.ctn, p.advantage, p.reduce, p.old),
+            f"{p.eps_low:g} / {p.eps_high:g}" if p.clips else "",
+        ]
+        for name, p in PRESETS.items()
+    }
+    assert table == parts
+
+
 def test_the_readme_names_every_objective():
     sentence = read(ROOT / "README.md").partition("The objectives are ")[2].partition(".")[0]
-    assert set(re.findall(r"`([^`]+)`", sentence)) == set(OBJECTIVES)
+    assert set(re.findall(r"`([^`]+)`", sentence)) == set(PRESETS)
 
 
 # --- files and links ---
@@ -209,11 +223,12 @@ METRICS = ROOT / "docs" / "metrics.md"
 
 
 def test_the_page_names_every_metric_of_a_step():
+    from leeway.learner.critic import CriticMetrics
     from leeway.learner.metrics import DataMetrics, PolicyMetrics, StepMetrics
 
-    parts = (StepMetrics, PolicyMetrics, DataMetrics)
+    parts = (StepMetrics, PolicyMetrics, DataMetrics, CriticMetrics)
     fields = {name for part in parts for name in part.__struct_fields__}
-    flat = fields - {"policy", "data", "scores", "staleness_histogram"}
+    flat = fields - {"policy", "data", "critic", "scores", "staleness_histogram"}
     mappings = {"score/NAME", "staleness_histogram/K"}
     expected = flat | mappings | set(names_written_by_the_learner())
     assert column(METRICS, "`metrics.jsonl`") == expected

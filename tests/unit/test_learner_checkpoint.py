@@ -58,21 +58,31 @@ def train(trainer: Trainer, start: int, end: int) -> None:
 
 def save(trainer: Trainer, base: Path, version: int) -> checkpoint.Checkpoint:
     return checkpoint.save(
-        base.parent / "checkpoints", trainer.model, trainer.optimizer, version, base, {"epoch": 1}
+        base.parent / "checkpoints",
+        trainer.model,
+        trainer.optimizer,
+        version,
+        base,
+        {"epoch": 1},
+        trainer.critic,
     )
 
 
-def test_two_steps_and_a_resumption_and_two_steps_equal_four_steps(base: Path) -> None:
-    straight = Trainer(load_model(base), CONFIG)
+@pytest.mark.parametrize("objective", ["so-grpo", "so-ppo"])
+def test_two_steps_and_a_resumption_and_two_steps_equal_four_steps(
+    base: Path, objective: str
+) -> None:
+    config = CONFIG.model_copy(update={"objective": objective})
+    straight = Trainer(load_model(base), config)
     train(straight, 0, 4)
-    first = Trainer(load_model(base), CONFIG)
+    first = Trainer(load_model(base), config)
     train(first, 0, 2)
     save(first, base, 2)
 
     found = checkpoint.latest(base.parent / "checkpoints")
     assert found is not None
-    second = Trainer(load_model(found.path), CONFIG)
-    restored = checkpoint.restore(found.path, second.optimizer)
+    second = Trainer(load_model(found.path), config)
+    restored = checkpoint.restore(found.path, second.optimizer, second.critic)
     assert (restored.version, restored.extra) == (2, {"epoch": 1})
     train(second, restored.version, 4)
     for resumed, expected in zip(second.parameters, straight.parameters, strict=True):
@@ -103,6 +113,13 @@ def test_an_unfinished_checkpoint_is_never_the_latest(base: Path) -> None:
     assert checkpoint.latest(directory) is None
     (directory / ".writing-step-00000003").mkdir(parents=True)
     assert checkpoint.latest(directory) is None
+
+
+def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(base: Path) -> None:
+    found = save(Trainer(load_model(base), CONFIG), base, 1)
+    trainer = Trainer(load_model(base), CONFIG.model_copy(update={"objective": "ppo"}))
+    with pytest.raises(CheckpointError, match="holds no critic"):
+        checkpoint.restore(found.path, trainer.optimizer, trainer.critic)
 
 
 def test_a_damaged_state_is_refused_by_name(base: Path) -> None:

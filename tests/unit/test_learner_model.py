@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from leeway.learner import head
 from leeway.learner.batch import MicroBatch
 from leeway.learner.head import Head, head_logprobs, head_loss
 from leeway.learner.model import load_model, logprob_loss, logprobs
@@ -98,6 +99,18 @@ def test_chunks_of_the_head_do_not_change_values_or_gradients(chunk_tokens: int)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     lp_S, _ = head_logprobs(hidden, Head(weight, bias), target_S, chunk_tokens)
     torch.testing.assert_close(lp_S, plain_S.detach())
+
+
+@torch.no_grad()
+def test_what_a_gpu_fuses_equals_what_a_cpu_does() -> None:
+    torch.manual_seed(0)
+    logits_CV, target_C = torch.randn(5, 11), torch.randint(11, (5,))
+    g_C = torch.randn(5)
+    lp_C, entropy_C, rest = head._softmax(logits_CV, target_C)
+    fused_lp_C, fused_entropy_C, norm_C = head._softmax_pass(logits_CV, target_C)
+    torch.testing.assert_close((fused_lp_C, fused_entropy_C), (lp_C, entropy_C))
+    expected_CV = head._logit_gradient(rest, target_C, g_C)
+    torch.testing.assert_close(head._gradient_pass(logits_CV, norm_C, target_C, g_C), expected_CV)
 
 
 def test_only_the_loss_carries_a_gradient() -> None:

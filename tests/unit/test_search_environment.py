@@ -122,6 +122,20 @@ async def test_the_format_penalty_is_taken_once_however_many_actions_were_malfor
     assert (once.scores["num_invalid"], twice.scores["num_invalid"]) == (1.0, 2.0)
 
 
+async def test_a_retrieval_reward_gives_each_turn_what_it_earned():
+    game = SearchEnvironment(SearchConfig(), 0.1, FixedRetriever(NORWAY), retrieval_reward=0.5)
+    turns = ["hello", "<search>a</search>", "<search>b</search>", "<answer>krone</answer>"]
+    steps = [await game.step(QUESTION, turn, turns_left=3 - k) for k, turn in enumerate(turns)]
+    outcome = game.score(QUESTION, turns, steps, "answer")
+    assert outcome.turn_rewards == pytest.approx((-0.1, 0.5, 0.0, 1.0))
+    assert outcome.reward == pytest.approx(1.4)
+
+
+async def test_without_a_retrieval_reward_only_the_whole_is_rewarded():
+    outcome = await played("hello", "<answer>krone</answer>")
+    assert outcome.turn_rewards is None
+
+
 async def test_no_answer_earns_nothing_less_the_penalty():
     assert (await played("<search>a</search>", stop_reason="turns")).reward == 0.0
     assert (await played("hello", stop_reason="invalid")).reward == pytest.approx(-0.1)
