@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import DataError, StalenessViolation
 from leeway.replay.schema import Group, check_group
-from leeway.replay.store import Slot
+from leeway.replay.store import Lease, Slot
 
 
-def check_fills(slot: Slot, group: Group) -> None:
-    """Raise DataError unless `group` is well formed and is the one that `slot` was granted for."""
+def check_fills(slot: Slot, group: Group, config: ReplayConfig) -> None:
+    """Raise DataError unless `group` is well formed and is the one that `slot` was granted for.
+
+    Under exact all its tokens must be of the slot's version: a group that saw weights change is
+    refused here, and another is admitted in its place at the same version.
+    """
     check_group(group)
     if group.group_id != slot.slot_id:
         raise DataError(f"group {group.group_id} cannot fill slot {slot.slot_id}: ids must agree")
@@ -19,6 +22,12 @@ def check_fills(slot: Slot, group: Group) -> None:
             f"group {group.group_id} holds tokens of version {group.oldest_version}, older than "
             f"version {slot.version} that its slot was granted for; was the oldest engine reported?"
         )
+    if config.staleness_policy == "exact" and newest_version(group) > slot.version:
+        raise DataError(
+            f"group {group.group_id} holds tokens of version {newest_version(group)}, newer than "
+            f"version {slot.version} that its slot was granted for, under exact staleness; were "
+            "weights published while it was played?"
+        )
 
 
 def newest_version(group: Group) -> int:
@@ -26,15 +35,40 @@ def newest_version(group: Group) -> int:
     return max(int(trajectory.versions.max()) for trajectory in group.trajectories)
 
 
-def check_staleness(groups: Iterable[Group], version: int, max_staleness: int) -> None:
-    """Raise StalenessViolation if a token is too old to be trained at `version`.
+def check_staleness(lease: Lease, config: ReplayConfig) -> None:
+    """Raise StalenessViolation if a token may not be trained at the lease's version.
 
-    learner at 10, oldest versions [8, 9], max_staleness 2 -> staleness [2, 1], allowed.
+    learner at 10, oldest versions [8, 9], max_staleness 2 -> staleness [2, 1], allowed by pace.
     """
-    for group in groups:
-        staleness = version - group.oldest_version
-        if staleness > max_staleness:
+    for group in lease.groups:
+        staleness = lease.version - group.oldest_version
+        if staleness > config.max_staleness:
             raise StalenessViolation(
                 f"group {group.group_id} holds tokens of version {group.oldest_version} and would "
-                f"be trained at {version}: staleness {staleness} > max_staleness {max_staleness}"
+                f"be trained at {lease.version}: staleness {staleness} > max_staleness "
+                f"{config.max_staleness}"
+            )
+    if config.staleness_policy == "exact":
+        check_exact(lease, config.max_staleness)
+
+
+def check_exact(lease: Lease, max_staleness: int) -> None:
+    """Raise StalenessViolation unless each group is of one version and `max_staleness` old.
+
+    Groups of the ramp, admitted up to `lease.ramp_version`, may be younger. lease for 10, ramp
+    began at 3, max_staleness 2: version 8 is right, 9 raises; with the ramp begun at 9 it is right.
+    """
+    for group in lease.groups:
+        oldest, newest = group.oldest_version, newest_version(group)
+        if newest != oldest:
+            raise StalenessViolation(
+                f"group {group.group_id} holds tokens of versions {oldest} to {newest}; under "
+                "exact staleness a group is of one version"
+            )
+        staleness = lease.version - oldest
+        if staleness != max_staleness and oldest > lease.ramp_version:
+            raise StalenessViolation(
+                f"group {group.group_id} of version {oldest} would be trained at {lease.version}: "
+                f"staleness {staleness}, and under exact staleness it must be {max_staleness} for "
+                f"every version after {lease.ramp_version}, where the ramp began"
             )

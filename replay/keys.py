@@ -14,7 +14,8 @@ class ReplayKeys(NamedTuple):
     """Keys of the buffer, in the order in which scripts receive them."""
 
     state: str
-    """hash: learner_version, paused, sequence, num_bytes, the counters, wait_room_s, wait_data_s"""
+    """hash: learner_version, ramp_version, paused, sequence, num_bytes, the counters, wait_room_s,
+    wait_data_s"""
     dropped: str
     """hash: reason -> dropped groups"""
     slots: str

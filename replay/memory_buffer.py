@@ -16,7 +16,7 @@ import msgspec
 from leeway.replay.bounds import newest_version
 from leeway.replay.codec import decode, encode
 from leeway.replay.config import ReplayConfig
-from leeway.replay.schedule import admissible, drawable
+from leeway.replay.schedule import admissible, drawable, is_engine_behind
 from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.store import Lease, RefusalReason, ReplayStats, Slot
 from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
@@ -56,6 +56,7 @@ class Buffer:
     def __init__(self, config: ReplayConfig, clock: Callable[[], float]) -> None:
         self.config = config
         self.learner_version = 0
+        self.ramp_version = 0
         self.is_paused = False
         self.slots: dict[str, _Held] = {}
         self.groups: dict[str, _Stored] = {}
@@ -92,7 +93,8 @@ class Buffer:
         self.reclaim()
         num_groups = len(self.slots) + len(self.groups)
         outstanding = self.playing() + self.ready_counts()
-        bounds = (self.config.max_staleness, self.config.groups_per_step)
+        c = self.config
+        bounds = (c.max_staleness, c.groups_per_step, c.staleness_policy)
         window = admissible(outstanding, version, self.next_version, *bounds)
         reason = self._refusal_reason(version, num_groups, window)
         if reason is not None:
@@ -115,7 +117,8 @@ class Buffer:
     def _refusal_reason(self, version: int, num_groups: int, window: int) -> RefusalReason | None:
         if self.is_paused:
             return "paused"
-        if version + self.config.max_staleness < self.learner_version:
+        bounds = (self.config.max_staleness, self.config.staleness_policy)
+        if is_engine_behind(version, self.learner_version, *bounds):
             return "engine-behind"
         if num_groups >= self.config.max_groups:
             return "capacity"
@@ -151,7 +154,8 @@ class Buffer:
         self.reclaim()
         version = self.next_version
         candidates = self._fitting_candidates(version)
-        bounds = (self.config.max_staleness, self.config.groups_per_step)
+        c = self.config
+        bounds = (c.max_staleness, c.groups_per_step, c.staleness_policy)
         plan = drawable(self.ready_counts(), self.playing(), version, *bounds)
         if not plan.is_ready:
             return self._shortage(version, plan.missing, plan.blocking)
@@ -163,10 +167,13 @@ class Buffer:
             self.groups[group_id].num_draws += 1
         self.counts["drawn"] += len(candidates)
         groups = tuple(decode(self.groups[group_id].data) for group_id in candidates)
-        return Lease(lease_id, PolicyVersion(version), groups)
+        return Lease(lease_id, PolicyVersion(version), groups, PolicyVersion(self.ramp_version))
 
     def _fitting_candidates(self, version: int) -> list[str]:
-        """The ready groups of earliest deadline; those that may not be trained are dropped."""
+        """The ready groups of earliest deadline; those that may not be trained are dropped.
+
+        What takes the place of a dropped group is younger: under exact the ramp begins anew.
+        """
         while True:
             ready = [i for i in self.order() if self.groups[i].lease_id is None]
             candidates = ready[: self.config.groups_per_step]
@@ -175,13 +182,17 @@ class Buffer:
             for group_id, reason in unfit.items():
                 del self.groups[group_id]
                 self.dropped[reason] += 1
+                self.ramp_version = version
             if not unfit:
                 return candidates
 
     def _unfit_reason(self, group: _Stored, version: int) -> str | None:
         if group.num_draws >= self.config.max_draws:
             return "max-draws"
-        return "overdue" if group.version + self.config.max_staleness < version else None
+        if group.version + self.config.max_staleness < version:
+            return "overdue"
+        is_exact = self.config.staleness_policy == "exact"
+        return "mixed-versions" if is_exact and group.newest != group.version else None
 
     def _shortage(self, version: int, missing: int, blocking: dict[int, int]) -> Shortage:
         until = max(blocking) if blocking else None
@@ -217,11 +228,11 @@ class Buffer:
             self.groups[group_id].lease_id = None
 
     def restore_version(self, version: int) -> int:
-        """Return every lease and drop what versions after `version` sampled."""
+        """Return every lease and drop what versions after `version` sampled; begin the ramp."""
         self.reclaim()
         for lease_id in list(self.leases):
             self.return_lease(lease_id)
-        self.learner_version = version
+        self.learner_version = self.ramp_version = version
         lost_groups = [i for i, group in self.groups.items() if group.newest > version]
         lost_slots = [i for i, slot in self.slots.items() if slot.version > version]
         for group_id in lost_groups:

@@ -63,7 +63,7 @@ class MemoryReplay:
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
-        check_fills(slot, group)
+        check_fills(slot, group, self.config)
         async with self._changed:
             outcome = self._buffer.add(group)
             self._changed.notify_all()
@@ -88,7 +88,7 @@ class MemoryReplay:
             finally:
                 self._wait_data_s += wait.waited_s
                 self._changed.notify_all()  # a draw may have dropped groups, which makes room
-        check_staleness(lease.groups, lease.version, self.config.max_staleness)
+        check_staleness(lease, self.config)
         return lease
 
     async def acknowledge(self, lease: Lease, version: PolicyVersion) -> None:

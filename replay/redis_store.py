@@ -55,6 +55,7 @@ class _AdmitReply(msgspec.Struct):
 
 class _DrawReply(msgspec.Struct):
     version: int
+    ramp_version: int = 0
     ids: list[str] = []
     missing: int = 0
     blocking_until: int | None = None
@@ -107,7 +108,7 @@ class RedisReplay:
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
-        check_fills(slot, group)
+        check_fills(slot, group, self.config)
         reply = await self._scripts.run(
             "add", encode(group), id=group.group_id, newest=newest_version(group)
         )
@@ -127,7 +128,7 @@ class RedisReplay:
             lease = await self._try_draw(lease_id)
             if isinstance(lease, Lease):
                 await self._record("wait_data_s", wait)
-                check_staleness(lease.groups, lease.version, self.config.max_staleness)
+                check_staleness(lease, self.config)
                 return lease
             if wait.is_over:
                 await self._record("wait_data_s", wait)
@@ -176,6 +177,7 @@ class RedisReplay:
             slot_ids=slot_ids,
             version=NO_ENGINE if version is None else version,
             max_staleness=self.config.max_staleness,
+            staleness_policy=self.config.staleness_policy,
             groups_per_step=self.config.groups_per_step,
             max_groups=self.config.max_groups,
             slot_timeout_ms=int(self.config.slot_timeout_s * 1000),
@@ -198,6 +200,7 @@ class RedisReplay:
             "draw",
             lease_id=lease_id,
             max_staleness=self.config.max_staleness,
+            staleness_policy=self.config.staleness_policy,
             groups_per_step=self.config.groups_per_step,
             max_draws=self.config.max_draws,
             lease_timeout_ms=int(self.config.lease_timeout_s * 1000),
@@ -205,7 +208,8 @@ class RedisReplay:
         reply = msgspec.msgpack.decode(head, type=_DrawReply)
         if payloads:
             groups = tuple(decode(payload) for payload in payloads)
-            return Lease(lease_id, PolicyVersion(reply.version), groups)
+            version, ramp_version = PolicyVersion(reply.version), PolicyVersion(reply.ramp_version)
+            return Lease(lease_id, version, groups, ramp_version)
         return Shortage(
             version=reply.version,
             missing=reply.missing,

@@ -17,6 +17,11 @@ groups count as trained at `v` and the next draw is for `v + 1`; so a learner ma
 
     learner at v=5, B=2, max_staleness=1, engines at 5: deadlines are 6
     admit 4 groups -> granted: d=6 allows (6-5+1)*2 = 4.   a fifth -> refused, reason "window"
+
+Under `staleness_policy = "exact"` the window is the same, but groups are admitted only while the
+oldest engine holds the learner's version and no lease is held, and drawn only when all
+(max_staleness + 1) * B groups are ready. So no version is published while a group is played, and
+every group is exactly max_staleness old, but for the ramp (Lease.ramp_version).
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from leeway.replay.schema import Group, GroupId, PolicyVersion
 
 RefusalReason = Literal["window", "capacity", "engine-behind", "paused"]
 """Which bound held an admission back: the version window, `max_groups`, engines too old for the
-learner's version, or admission stopped for shutdown."""
+learner's version (under exact: at any other), or admission stopped for shutdown."""
 
 
 VersionSource = Callable[[], Awaitable[PolicyVersion | None]]
@@ -53,6 +58,9 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
     version: PolicyVersion
     """The learner version they were drawn for."""
     groups: tuple[Group, ...]
+    ramp_version: PolicyVersion = PolicyVersion(0)
+    """The learner version at which the buffer began, was restored, or last dropped ready groups:
+    groups admitted up to it may be trained younger than max_staleness under exact."""
 
 
 class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +85,9 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     num_slots_expired: int
     num_leases_expired: int
     dropped: dict[str, int]
-    """Dropped groups by reason: the callers' own, and the buffer's "max-draws", "lost-version" and
-    "overdue" (too old for any step to come, after limits were lowered or a step was skipped)."""
+    """Dropped groups by reason: the callers' own, and the buffer's "max-draws", "lost-version",
+    "overdue" (too old for any step to come, after limits were lowered or a step was skipped) and,
+    under exact, "mixed-versions" (not all of the slot's version, buffered under pace)."""
     outstanding: dict[int, int]
     """Outstanding groups by the version at their admission."""
     wait_room_s: float
@@ -106,8 +115,8 @@ class Replay(Protocol):
     async def add(self, slot: Slot, group: Group) -> None:
         """Fill a slot. Idempotent by group id; after it returns the group survives any process.
 
-        Raises DataError for a malformed group or one with tokens older than the slot's version,
-        SlotExpired when the slot is no longer held.
+        Raises DataError for a malformed group or one with tokens older than the slot's version
+        (under exact: of any other version), SlotExpired when the slot is no longer held.
         """
         ...
 
@@ -119,7 +128,8 @@ class Replay(Protocol):
         """Lease `groups_per_step` groups, earliest deadline first.
 
         Raises WaitTimeout naming what is missing: groups not yet ready, or the ones still being
-        played that must be in this step to stay within the bound.
+        played that must be in this step to stay within the bound. Under exact a second draw waits
+        until the first lease is acknowledged or returned and the window is full again.
         """
         ...
 
@@ -138,6 +148,10 @@ class Replay(Protocol):
         """The learner resumed at `version`: return every lease, move the learner's version there,
         and drop the groups that no longer fit (sampled by a version that was lost with the crash,
         reason "lost-version"). Returns how many were dropped.
+
+        Under exact the ramp begins anew with the groups that are left. B=2, max_staleness=1, ready
+        2 from version 2 and 2 from 3, restored at 2: those from 3 go, 2 more are admitted at 2, and
+        the draws are 0, 1, 1, ... old.
         """
         ...
 

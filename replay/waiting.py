@@ -40,6 +40,7 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Learner version the draw is for."""
     missing: int
+    """Ready groups short of a step; under exact, of the whole window."""
     blocking_until: int | None
     """Groups being played, admitted up to this version, must come first; None: none must."""
     playing: dict[int, int]
@@ -113,6 +114,8 @@ def describe_refusal(refusal: Refusal, config: ReplayConfig, timeout_s: float) -
         )
     if r.version is None:
         return f"{start}: no engine lives; waiting for one to register"
+    if config.staleness_policy == "exact":
+        return f"{start}: {_exact_refusal(r, config)}"
     deadline = f"version {r.version + config.max_staleness} (max_staleness {config.max_staleness})"
     if r.reason == "engine-behind":
         return (
@@ -128,6 +131,25 @@ def describe_refusal(refusal: Refusal, config: ReplayConfig, timeout_s: float) -
     )
 
 
+def _exact_refusal(r: Refusal, config: ReplayConfig) -> str:
+    if r.reason == "engine-behind":
+        return (
+            f"the oldest engine is at version {r.version} and the learner at {r.learner_version}, "
+            "and exact staleness admits only while they are equal; waiting for the engines to "
+            "receive the learner's weights and for the learner to end its step"
+        )
+    if r.next_version > r.learner_version:
+        return (
+            f"the learner trains at version {r.learner_version}, and exact staleness admits "
+            "nothing until the weights of that step are in the engines; waiting for the learner"
+        )
+    return (
+        f"exact staleness admits (max_staleness + 1) x groups_per_step = {config.window} groups, "
+        f"and {by_version(r.outstanding)} are outstanding; waiting for the learner to step and the "
+        "engines to follow"
+    )
+
+
 def describe_shortage(shortage: Shortage, config: ReplayConfig, timeout_s: float) -> str:
     """`no step of 16 groups for version 7 in 60 s: ...`"""
     s = shortage
@@ -135,18 +157,22 @@ def describe_shortage(shortage: Shortage, config: ReplayConfig, timeout_s: float
         f"no step of {config.groups_per_step} groups for version {s.version} in {timeout_s:.1f} s"
     )
     slots = f" (slots {', '.join(s.awaited)}{', ...' if sum(s.playing.values()) > 4 else ''})"
-    if s.blocking_until is not None:
+    is_exact = config.staleness_policy == "exact"
+    if s.blocking_until is not None and not is_exact:
         awaited = {a: n for a, n in s.playing.items() if a <= s.blocking_until}
         return (
             f"{start}: {by_version(awaited)} are still being played and must be in this step to "
             f"stay within max_staleness {config.max_staleness}{slots}"
         )
-    ready = config.groups_per_step - s.missing
-    if not s.playing:
-        return (
-            f"{start}: {ready} are ready and none is being played; no rollout worker holds a slot"
+    ready = f"{config.groups_per_step - s.missing} are ready"
+    if is_exact:
+        ready = (
+            f"exact staleness wants all {config.window} groups of the window ready, "
+            f"{config.window - s.missing} are"
         )
-    return f"{start}: {ready} are ready, {by_version(s.playing)} are being played{slots}"
+    if not s.playing:
+        return f"{start}: {ready} and none is being played; no rollout worker holds a slot"
+    return f"{start}: {ready}, {by_version(s.playing)} are being played{slots}"
 
 
 def by_version(counts: Mapping[int, int]) -> str:

@@ -27,7 +27,9 @@ from leeway.learner.trainer import Trainer
 from leeway.learner.weights.publisher import Published, Publisher
 from leeway.learner.world import World
 from leeway.replay.board import PolicyBoard, RunBoard
+from leeway.replay.bounds import check_exact
 from leeway.replay.codec import decode, encode
+from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import StalenessViolation
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import Group, PolicyVersion
@@ -72,7 +74,7 @@ class LearnerProcess:
         self._trainer = Trainer(model, self._config.learner, self._world)
         self.version = PolicyVersion(0)
         if found:
-            restored = checkpoint.restore(found.path, self._trainer.optimizer)
+            restored = checkpoint.restore(found.path, self._trainer.optimizer, self._trainer.critic)
             self.version = PolicyVersion(restored.version)
             self._max_staleness_seen = int(restored.extra.get("max_staleness_seen", 0))
             self._checkpointed = restored.version
@@ -134,13 +136,13 @@ class LearnerProcess:
 
     async def train(self, lease: Lease) -> None:
         """One optimizer step; the staleness bound is asserted on what is about to be trained."""
-        check_staleness(lease, self._config.replay.max_staleness)
+        check_staleness(lease, self._config.replay)
         payload = msgspec.msgpack.encode([encode(group) for group in lease.groups])
         self._world.broadcast_bytes(payload)
         self._step(lease.groups)
 
     def _step(self, groups: tuple[Group, ...]) -> None:
-        batch = build_batch(groups, self._trainer.objective)
+        batch = build_batch(groups)
         self._metrics = self._trainer.train_step(batch, self.version)
         self.version = PolicyVersion(self.version + 1)
 
@@ -235,6 +237,7 @@ class LearnerProcess:
             self.version,
             self._source,
             {"max_staleness_seen": self._max_staleness_seen},
+            self._trainer.critic,
         )
         self._checkpointed = self.version
 
@@ -246,16 +249,19 @@ class LearnerProcess:
             self._step(tuple(decode(group) for group in encoded))
 
 
-def check_staleness(lease: Lease, max_staleness: int) -> None:
+def check_staleness(lease: Lease, replay: ReplayConfig) -> None:
     """Raise StalenessViolation if a trained token of the lease is older than the bound allows.
 
     learner at 10, oldest versions [8, 9] -> staleness [2, 1]; with max_staleness 1 this raises.
+    Under exact also if one is younger, or a group of more than one version.
     """
     for group in lease.groups:
         staleness = lease.version - group.oldest_version
-        if not 0 <= staleness <= max_staleness:
+        if not 0 <= staleness <= replay.max_staleness:
             raise StalenessViolation(
                 f"group {group.group_id} holds a token of version {group.oldest_version}; "
                 f"at learner version {lease.version} its staleness is {staleness} "
-                f"and the bound is {max_staleness}"
+                f"and the bound is {replay.max_staleness}"
             )
+    if replay.staleness_policy == "exact":
+        check_exact(lease, replay.max_staleness)

@@ -10,12 +10,13 @@ local learner = learner_version()
 local outstanding = counts(key.count_playing, key.count_ready)
 local num_groups = redis.call('ZCARD', key.slots) + redis.call('ZCARD', key.order)
 local window = admissible(
-  outstanding, arg.version, next_version(), arg.max_staleness, arg.groups_per_step)
+  outstanding, arg.version, next_version(), arg.max_staleness, arg.groups_per_step,
+  arg.staleness_policy)
 
 local reason
 if redis.call('HGET', key.state, 'paused') == '1' then
   reason = 'paused'
-elseif arg.version + arg.max_staleness < learner then
+elseif is_engine_behind(arg.version, learner, arg.max_staleness, arg.staleness_policy) then
   reason = 'engine-behind'
 elseif num_groups >= arg.max_groups then
   reason = 'capacity'

@@ -1,7 +1,11 @@
 -- Lease the groups of earliest deadline as `lease_id`, else say what is missing.
 local function leased(lease_id)
   local ids = groups_of(lease_id)
-  local head = {version = tonumber(redis.call('HGET', key.lease_version, lease_id)), ids = ids}
+  local head = {
+    version = tonumber(redis.call('HGET', key.lease_version, lease_id)),
+    ramp_version = tonumber(redis.call('HGET', key.state, 'ramp_version') or 0),
+    ids = ids,
+  }
   local reply = {cmsgpack.pack(head)}
   for i, id in ipairs(ids) do reply[i + 1] = redis.call('HGET', key.payloads, id) end
   return reply
@@ -16,9 +20,14 @@ local function unfit_reason(id)
   if tonumber(redis.call('HGET', key.draws_of, id) or 0) >= arg.max_draws then return 'max-draws' end
   local admitted = tonumber(redis.call('HGET', key.version_of, id))
   if admitted + arg.max_staleness < version then return 'overdue' end
+  if arg.staleness_policy == 'exact'
+    and tonumber(redis.call('HGET', key.newest_of, id)) ~= admitted then
+    return 'mixed-versions'
+  end
 end
 
--- Dropping lets others move up, so the candidates are read until all of them fit.
+-- Dropping lets others move up, so the candidates are read until all of them fit. What takes the
+-- place of a dropped group is younger: under exact the ramp begins anew.
 local candidates
 repeat
   local num_dropped = 0
@@ -27,6 +36,7 @@ repeat
     local reason = unfit_reason(id)
     if reason then
       drop_ready(id, reason)
+      redis.call('HSET', key.state, 'ramp_version', version)
       num_dropped = num_dropped + 1
     end
   end
@@ -34,7 +44,8 @@ until num_dropped == 0
 
 local playing = counts(key.count_playing)
 local missing, blocking_until = drawable(
-  counts(key.count_ready), playing, version, arg.max_staleness, arg.groups_per_step)
+  counts(key.count_ready), playing, version, arg.max_staleness, arg.groups_per_step,
+  arg.staleness_policy)
 if missing > 0 or blocking_until then
   local awaited = {}
   for _, id in ipairs(redis.call('ZRANGE', key.slots, 0, -1)) do

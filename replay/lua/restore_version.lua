@@ -1,6 +1,6 @@
 -- The learner resumed at `version`: every lease comes back, and what newer versions sampled goes.
 for _, lease_id in ipairs(redis.call('ZRANGE', key.leases, 0, -1)) do return_lease(lease_id) end
-redis.call('HSET', key.state, 'learner_version', arg.version)
+redis.call('HSET', key.state, 'learner_version', arg.version, 'ramp_version', arg.version)
 local num_dropped = 0
 for _, id in ipairs(redis.call('ZRANGE', key.order, 0, -1)) do
   if tonumber(redis.call('HGET', key.newest_of, id)) > arg.version then

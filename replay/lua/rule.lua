@@ -8,8 +8,14 @@ local function due(counts, last_version)
   return total
 end
 
-local function admissible(outstanding, version, learner_version, max_staleness, groups_per_step)
-  if version + max_staleness < learner_version then return 0 end
+local function is_engine_behind(version, learner_version, max_staleness, policy)
+  if policy == 'exact' then return version ~= learner_version end
+  return version + max_staleness < learner_version
+end
+
+local function admissible(
+  outstanding, version, learner_version, max_staleness, groups_per_step, policy)
+  if is_engine_behind(version, learner_version, max_staleness, policy) then return 0 end
   local function room_until(last)
     return (last + max_staleness - learner_version + 1) * groups_per_step - due(outstanding, last)
   end
@@ -30,11 +36,16 @@ end
 
 -- Returns how many ready groups are missing, and the version up to which groups being played
 -- must come first (nil: none).
-local function drawable(ready, playing, learner_version, max_staleness, groups_per_step)
+local function drawable(ready, playing, learner_version, max_staleness, groups_per_step, policy)
   local usable = in_time(ready, learner_version, max_staleness)
+  local num_ready = due(usable, math.huge)
+  if policy == 'exact' then
+    local newest
+    for version in pairs(playing) do newest = math.max(newest or version, version) end
+    return math.max(0, (max_staleness + 1) * groups_per_step - num_ready), newest
+  end
+  if num_ready < groups_per_step then return groups_per_step - num_ready, nil end
   local awaited = in_time(playing, learner_version, max_staleness)
-  local missing = groups_per_step - due(usable, math.huge)
-  if missing > 0 then return missing, nil end
   local first
   for _, counts in ipairs({usable, awaited}) do
     for last in pairs(counts) do

@@ -61,8 +61,8 @@ class InProcess:
         return False
 
     async def train(self, lease: Lease) -> None:
-        check_staleness(lease, self._config.replay.max_staleness)
-        batch = build_batch(lease.groups, self._trainer.objective)
+        check_staleness(lease, self._config.replay)
+        batch = build_batch(lease.groups)
         self._metrics = await asyncio.to_thread(self._trainer.train_step, batch, self.version)
         self.version = PolicyVersion(self.version + 1)
 
@@ -132,7 +132,12 @@ def _worker(
         worker_id="worker-0",
         replay=replay,
         policy=policy,
-        environment=SearchEnvironment(config.search, config.rollout.format_penalty, retriever),
+        environment=SearchEnvironment(
+            config.search,
+            config.rollout.format_penalty,
+            retriever,
+            config.rollout.retrieval_reward,
+        ),
         tokens=Tokens.load(model),
         questions=QuestionStream(load_questions(train_file(config.data)), seed=config.data.seed),
         config=config.rollout,

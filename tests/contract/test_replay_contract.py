@@ -372,7 +372,7 @@ async def test_draws_with_leases_in_hand_are_for_the_versions_after(build_replay
 
 async def test_staleness_is_asserted_on_the_tokens_that_are_drawn(build_replay, monkeypatch):
     for store in (memory_store, redis_store):
-        monkeypatch.setattr(store, "check_fills", lambda slot, group: None)
+        monkeypatch.setattr(store, "check_fills", lambda *_: None)
     replay = build_replay(max_staleness=0)
     await fill(replay, 2)
     await train(replay)
@@ -389,6 +389,232 @@ async def test_overdue_groups_are_dropped_and_counted_never_drawn(build_replay):
     fresh = await fill(replay, 2, version=2)
     assert ids(await replay.draw(SOON_S)) == {slot.slot_id for slot in fresh}
     assert (await replay.stats()).dropped == {"overdue": 2}
+
+
+# --- exact staleness ---------------------------------------------------------------------------
+
+
+def lags(lease: Lease) -> list[int]:
+    return [lease.version - group.oldest_version for group in lease.groups]
+
+
+async def exact_steps(replay: Replay, num_steps: int) -> list[list[int]]:
+    """Fill the window at the learner's version, train, and so on; the lags of each draw."""
+    seen: list[list[int]] = []
+    for _ in range(num_steps):
+        learner = (await replay.stats()).learner_version
+        for slot in await replay.admit(99, learner, SOON_S):
+            await replay.add(slot, build_group(slot))
+        seen.append(lags(await train(replay)))
+    return seen
+
+
+async def test_exact_lags_are_0_then_1_ever_after_at_staleness_one(build_replay):
+    assert await exact_steps(build_replay(staleness_policy="exact"), 5) == [[0, 0], *[[1, 1]] * 4]
+
+
+async def test_exact_lags_rise_to_three_and_stay_there(build_replay):
+    replay = build_replay(staleness_policy="exact", max_staleness=3, groups_per_step=1)
+    assert await exact_steps(replay, 7) == [[0], [1], [2], [3], [3], [3], [3]]
+
+
+async def test_exact_at_staleness_0_is_on_policy(build_replay):
+    replay = build_replay(staleness_policy="exact", max_staleness=0)
+    assert await exact_steps(replay, 3) == [[0, 0]] * 3
+
+
+async def test_exact_admits_four_at_the_start_and_refuses_the_fifth(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    assert len(await replay.admit(9, v(0), SOON_S)) == 4
+    with pytest.raises(
+        WaitTimeout, match=r"\(window\).*= 4 groups, and 4 groups from version 0 are outstanding"
+    ):
+        await replay.admit(1, v(0), SOON_S)
+
+
+async def test_exact_admits_one_step_more_at_the_new_version_after_each_step(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await exact_steps(replay, 1)
+    assert [slot.version for slot in await replay.admit(9, v(1), SOON_S)] == [1, 1]
+
+
+async def test_exact_refuses_an_engine_at_another_version_by_name(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await exact_steps(replay, 1)
+    for version in (0, 2):
+        words = rf"engine-behind.*at version {version} and the learner at 1, .*while they are equal"
+        with pytest.raises(WaitTimeout, match=words):
+            await replay.admit(1, v(version), SOON_S)
+
+
+async def test_exact_draw_waits_for_the_whole_window_and_says_what_is_missing(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    slots = await replay.admit(4, v(0), SOON_S)
+    for slot in slots[:3]:
+        await replay.add(slot, build_group(slot))
+    with pytest.raises(
+        WaitTimeout,
+        match="wants all 4 groups of the window ready, 3 are, 1 group from version 0 are being "
+        f"played .slots {slots[3].slot_id}",
+    ):
+        await replay.draw(SOON_S)
+    waiting = asyncio.create_task(replay.draw(AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    await replay.add(slots[3], build_group(slots[3]))
+    assert ids(await waiting) == {slot.slot_id for slot in slots[:2]}
+
+
+async def test_exact_draw_says_that_nobody_plays(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await fill(replay, 3)
+    with pytest.raises(WaitTimeout, match="window ready, 3 are and none is being played"):
+        await replay.draw(SOON_S)
+
+
+async def test_exact_draw_goes_ahead_when_another_group_took_the_place_of_a_dropped_one(
+    build_replay,
+):
+    replay = build_replay(staleness_policy="exact")
+    dropped = (await replay.admit(1, v(0), SOON_S))[0]
+    await fill(replay, 3)
+    await replay.drop(dropped, "retriever")
+    waiting = asyncio.create_task(replay.draw(AMPLE_S))
+    await fill(replay, 1)
+    assert lags(await waiting) == [0, 0]
+
+
+async def test_exact_with_a_lease_in_hand_neither_admits_nor_draws(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await exact_steps(replay, 2)
+    await fill(replay, 2, version=2)
+    lease = await replay.draw(SOON_S)
+    with pytest.raises(WaitTimeout, match="window ready, 2 are and none is being played"):
+        await replay.draw(SOON_S)
+    with pytest.raises(WaitTimeout, match=r"\(window\).*the learner trains at version 2"):
+        await replay.admit(1, v(2), SOON_S)
+    with pytest.raises(WaitTimeout, match="engine-behind"):  # published, not yet acknowledged
+        await replay.admit(1, v(3), SOON_S)
+    await replay.acknowledge(lease, v(3))
+    assert len(await replay.admit(9, v(3), SOON_S)) == 2
+
+
+async def test_exact_admits_nothing_during_a_step_even_where_there_is_room(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await fill(replay, 4)
+    await replay.restore_version(v(1))
+    lease = await replay.draw(SOON_S)
+    with pytest.raises(WaitTimeout, match="0 are"):
+        await replay.draw(SOON_S)  # for version 2, where the 2 others are overdue
+    with pytest.raises(WaitTimeout, match=r"\(window\).*the learner trains at version 1"):
+        await replay.admit(1, v(1), SOON_S)
+    await replay.acknowledge(lease, v(2))
+    assert len(await replay.admit(9, v(2), SOON_S)) == 4
+
+
+async def test_exact_drops_a_buffered_group_that_is_not_of_its_slots_version(
+    build_replay, monkeypatch
+):
+    for store in (memory_store, redis_store):
+        monkeypatch.setattr(store, "check_fills", lambda *_: None)  # as if added under pace
+    replay = build_replay(staleness_policy="exact")
+    slot = (await replay.admit(1, v(0), SOON_S))[0]
+    await replay.add(slot, build_group(slot, version=1))
+    await fill(replay, 3)
+    with pytest.raises(WaitTimeout, match="window ready, 3 are"):
+        await replay.draw(SOON_S)
+    assert (await replay.stats()).dropped == {"mixed-versions": 1}
+    assert await exact_steps(replay, 2) == [[0, 0], [1, 1]]
+
+
+async def test_exact_refuses_a_group_that_saw_weights_change(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    slot = (await replay.admit(1, v(0), SOON_S))[0]
+    with pytest.raises(DataError, match="tokens of version 1, newer than version 0"):
+        await replay.add(slot, build_group(slot, version=1))
+    assert (await replay.stats()).num_slots == 1
+
+
+async def test_exact_asserts_one_version_per_group_on_the_tokens_that_are_drawn(
+    build_replay, monkeypatch
+):
+    for store in (memory_store, redis_store):
+        monkeypatch.setattr(store, "check_fills", lambda *_: None)
+    replay = build_replay(staleness_policy="exact")
+    await replay.restore_version(v(1))
+    for slot in await replay.admit(4, v(1), SOON_S):
+        old, new = build_group(slot, version=0), build_group(slot, version=1)
+        mixed = msgspec.structs.replace(new, trajectories=old.trajectories + new.trajectories)
+        await replay.add(slot, mixed)
+    with pytest.raises(StalenessViolation, match="versions 0 to 1; under exact"):
+        await replay.draw(SOON_S)
+
+
+async def test_exact_restored_at_the_same_version_has_no_ramp(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await exact_steps(replay, 2)
+    await fill(replay, 2, version=2)
+    await replay.draw(SOON_S)
+    assert await replay.restore_version(v(2)) == 0
+    assert lags(await train(replay)) == [1, 1]
+    assert await exact_steps(replay, 2) == [[1, 1]] * 2
+
+
+async def test_exact_restored_behind_refills_the_window_and_begins_the_ramp_anew(build_replay):
+    replay = build_replay(staleness_policy="exact", max_staleness=2)
+    await exact_steps(replay, 5)
+    await fill(replay, 2, version=5)
+    # 2 groups each from 3, 4 and 5. Back at 4, those from 5 go and 2 from 4 take their place.
+    assert await replay.restore_version(v(4)) == 2
+    assert await exact_steps(replay, 5) == [[1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+
+
+async def test_exact_restored_far_ahead_drops_what_is_overdue_and_fills_again(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await exact_steps(replay, 3)
+    await fill(replay, 2, version=3)
+    await replay.restore_version(v(6))
+    with pytest.raises(WaitTimeout, match="window ready, 0 are"):
+        await replay.draw(SOON_S)
+    assert (await replay.stats()).dropped == {"overdue": 4}
+    assert await exact_steps(replay, 3) == [[0, 0], [1, 1], [1, 1]]
+
+
+async def test_exact_slot_held_across_a_restore_is_waited_for_and_its_end_makes_room(build_replay):
+    replay = build_replay(staleness_policy="exact")
+    await exact_steps(replay, 2)
+    held, other = await replay.admit(2, v(2), SOON_S)
+    await replay.add(other, build_group(other))
+    await replay.restore_version(v(2))
+    with pytest.raises(WaitTimeout, match="3 are, 1 group from version 2 are being played"):
+        await replay.draw(SOON_S)
+    await replay.drop(held, "retriever")
+    assert await exact_steps(replay, 3) == [[1, 1]] * 3
+
+
+async def test_exact_deadline_missed_after_a_restore_ahead_ends_in_a_drop_not_a_deadlock(
+    build_replay,
+):
+    replay = build_replay(staleness_policy="exact")
+    await fill(replay, 4)
+    await replay.restore_version(v(1))
+    # All 4 have deadline 1, a step takes 2: the others are overdue at 2, and the ramp begins there.
+    assert lags(await train(replay)) == [1, 1]
+    await fill(replay, 2, version=2)
+    with pytest.raises(WaitTimeout, match="window ready, 2 are"):
+        await replay.draw(SOON_S)
+    assert (await replay.stats()).dropped == {"overdue": 2}
+    assert await exact_steps(replay, 3) == [[0, 0], [1, 1], [1, 1]]
+
+
+async def test_exact_ramp_begins_anew_where_ready_groups_are_dropped(build_replay):
+    replay = build_replay(staleness_policy="exact", max_draws=1)
+    await exact_steps(replay, 2)
+    await fill(replay, 2, version=2)
+    await replay.release(await replay.draw(SOON_S))
+    with pytest.raises(WaitTimeout, match="window ready, 2 are"):
+        await replay.draw(SOON_S)
+    assert (await replay.stats()).dropped == {"max-draws": 2}
+    assert await exact_steps(replay, 3) == [[0, 0], [1, 1], [1, 1]]
 
 
 # --- leases ------------------------------------------------------------------------------------

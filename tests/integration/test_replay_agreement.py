@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from leeway.replay.config import ReplayConfig
+from leeway.replay.config import ReplayConfig, StalenessPolicy
 from leeway.replay.errors import SlotExpired, WaitTimeout
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.redis_store import RedisReplay
@@ -30,8 +30,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 class Twins:
     """The same calls to both stores. Slots and leases are named by their order."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        config = ReplayConfig(groups_per_step=2, max_staleness=2, max_groups=9, max_draws=2)
+    def __init__(self, url: str, seed: int, policy: StalenessPolicy) -> None:
+        config = ReplayConfig(
+            groups_per_step=2,
+            max_staleness=2,
+            staleness_policy=policy,
+            max_groups=9,
+            max_draws=2,
+        )
+        self.is_exact = policy == "exact"
         run = f"test-{uuid.uuid4().hex}"
         self.stores: tuple[Replay, Replay] = (RedisReplay(url, run, config), MemoryReplay(config))
         self.rng = random.Random(seed)
@@ -64,7 +71,8 @@ class Twins:
         self.learner = memory_stats.learner_version
 
     async def admit(self) -> None:
-        version = PolicyVersion(max(0, self.learner - self.rng.randint(0, 3)))
+        lag = self.rng.choice((0, 0, 0, 1, -1)) if self.is_exact else self.rng.randint(0, 3)
+        version = PolicyVersion(max(0, self.learner - lag))
         n = self.rng.randint(1, 4)
         granted = await self.both(lambda i, store: store.admit(n, version, 0))
         self.slots += zip(*granted, strict=True) if granted else []
@@ -72,7 +80,7 @@ class Twins:
     async def add(self) -> None:
         if self.slots:
             pair = self.slots.pop(self.rng.randrange(len(self.slots)))
-            newest = pair[0].version + self.rng.randint(0, 1)
+            newest = pair[0].version + (0 if self.is_exact else self.rng.randint(0, 1))
             await self.both(lambda i, store: store.add(pair[i], build_group(pair[i], newest, 1, 8)))
 
     async def drop(self) -> None:
@@ -84,6 +92,7 @@ class Twins:
         drawn = await self.both(lambda i, store: store.draw(0))
         if drawn:
             assert drawn[0].version == drawn[1].version
+            assert drawn[0].ramp_version == drawn[1].ramp_version
             versions = [[g.oldest_version for g in lease.groups] for lease in drawn]
             assert versions[0] == versions[1]
             self.leases.append(drawn)
@@ -105,10 +114,11 @@ class Twins:
         self.leases.clear()
 
 
+@pytest.mark.parametrize("policy", ["pace", "exact"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_redis_and_memory_agree_on_random_sequences_of_calls(server, seed):
-    twins = Twins(server.url, seed)
-    for _ in range(250):
+async def test_redis_and_memory_agree_on_random_sequences_of_calls(server, seed, policy):
+    twins = Twins(server.url, seed, policy)
+    for _ in range(500 if policy == "exact" else 250):
         await twins.step()
     assert twins.learner > 5
     for store in twins.stores:

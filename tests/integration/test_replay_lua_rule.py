@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leeway.replay.connection import lua_text
-from leeway.replay.schedule import admissible, drawable
+from leeway.replay.schedule import admissible, drawable, is_engine_behind
 from leeway.replay.server import EmbeddedRedis
 
 
@@ -30,17 +30,23 @@ local function table_of(flat)
   return counts
 end
 local ready, playing = table_of(arg.ready), table_of(arg.playing)
-local missing, first = drawable(ready, playing, arg.learner, arg.staleness, arg.step)
-return {admissible(ready, arg.version, arg.learner, arg.staleness, arg.step), missing, first or -1}
+local missing, first = drawable(ready, playing, arg.learner, arg.staleness, arg.step, arg.policy)
+return {
+  admissible(ready, arg.version, arg.learner, arg.staleness, arg.step, arg.policy),
+  is_engine_behind(arg.version, arg.learner, arg.staleness, arg.policy) and 1 or 0,
+  missing,
+  first or -1,
+}
 """
 
 
+@pytest.mark.parametrize("policy", ["pace", "exact"])
 @given(counts, counts, st.integers(0, 8), st.integers(0, 8), st.integers(0, 4), st.integers(1, 6))
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_lua_and_python_agree_on_the_rule(
-    server, ready, playing, version, learner, staleness, step
+    server, policy, ready, playing, version, learner, staleness, step
 ):
     arguments = {
         "ready": [x for pair in ready.items() for x in pair],
@@ -49,12 +55,15 @@ def test_lua_and_python_agree_on_the_rule(
         "learner": learner,
         "staleness": staleness,
         "step": step,
+        "policy": policy,
     }
     with redis.Redis.from_url(server.url) as client:
         script = lua_text("rule") + ASK_RULE
-        window, missing, first = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
-    plan = drawable(ready, playing, learner, staleness, step)
-    assert window == admissible(ready, version, learner, staleness, step)
-    assert missing == max(0, plan.missing)
-    in_time = {a: n for a, n in playing.items() if a + staleness >= learner}
-    assert plan.blocking == {a: n for a, n in in_time.items() if a <= first}
+        reply = client.eval(script, 0, msgspec.msgpack.encode(arguments))
+    window, is_behind, missing, first = reply  # type: ignore[misc]
+    plan = drawable(ready, playing, learner, staleness, step, policy)
+    assert window == admissible(ready, version, learner, staleness, step, policy)
+    assert is_behind == is_engine_behind(version, learner, staleness, policy)
+    assert missing == plan.missing
+    awaited = {a: n for a, n in playing.items() if policy == "exact" or a + staleness >= learner}
+    assert plan.blocking == {a: n for a, n in awaited.items() if a <= first}

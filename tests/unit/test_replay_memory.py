@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from leeway.replay.config import ReplayConfig
+from leeway.replay.bounds import check_staleness
+from leeway.replay.config import ReplayConfig, StalenessPolicy
 from leeway.replay.memory_buffer import Buffer
 from leeway.replay.store import Lease, Slot
 from leeway.replay.synthetic import build_group
@@ -19,12 +21,15 @@ STEP, STALENESS, MAX_GROUPS, MAX_DRAWS = 2, 2, 9, 3
 class BufferMachine(RuleBasedStateMachine):
     """Workers at versions up to the learner's, a learner that may draw ahead, and a clock."""
 
+    policy: StalenessPolicy = "pace"
+
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
         config = ReplayConfig(
             groups_per_step=STEP,
             max_staleness=STALENESS,
+            staleness_policy=self.policy,
             max_groups=MAX_GROUPS,
             max_draws=MAX_DRAWS,
             slot_timeout_s=10,
@@ -58,8 +63,7 @@ class BufferMachine(RuleBasedStateMachine):
         drawn = self.buffer.draw()
         if isinstance(drawn, Lease):
             assert len(drawn.groups) == STEP
-            for group in drawn.groups:
-                assert drawn.version - group.oldest_version <= STALENESS
+            check_staleness(drawn, self.buffer.config)
             self.leases.append(drawn)
 
     @precondition(lambda self: self.leases)
@@ -75,10 +79,25 @@ class BufferMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(back=st.integers(0, 2))
+    @rule(back=st.integers(-3, 2))
     def restore(self, back: int) -> None:
         self.buffer.restore_version(max(0, self.buffer.learner_version - back))
         self.leases.clear()
+
+    @rule()
+    def end_all_and_draw(self) -> None:
+        """Whatever happened: once all that is held has ended, a full window can be drawn."""
+        self.wait(21.0)
+        for _ in range(STALENESS + 2):
+            self.admit(MAX_GROUPS, 0)
+            for slot in self.slots:
+                self.buffer.add(build_group(slot, num_trajectories=1, num_tokens=8))
+            self.slots.clear()
+            num_leases = len(self.leases)
+            self.draw()
+            if len(self.leases) > num_leases:
+                return
+        raise AssertionError("the draw waits for ever")
 
     @invariant()
     def every_admitted_group_is_somewhere(self) -> None:
@@ -102,10 +121,22 @@ BufferMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=
 test_buffer_invariants = BufferMachine.TestCase
 
 
+class ExactBufferMachine(BufferMachine):
+    """The same under exact staleness."""
+
+    policy = "exact"
+
+    @invariant()
+    def nothing_is_played_while_the_learner_trains(self) -> None:
+        assert not (self.buffer.slots and self.buffer.leases)
+
+
+ExactBufferMachine.TestCase.settings = BufferMachine.TestCase.settings
+test_exact_buffer_invariants = ExactBufferMachine.TestCase
+
+
 def test_paced_play_never_drops_and_never_trains_too_old():
     """Engines lag by up to the bound, slots end in random order: the schedule alone keeps it."""
-    import random
-
     rng = random.Random(7)
     buffer = Buffer(ReplayConfig(groups_per_step=STEP, max_staleness=STALENESS), lambda: 0.0)
     playing: list[Slot] = []
@@ -120,3 +151,64 @@ def test_paced_play_never_drops_and_never_trains_too_old():
             assert all(drawn.version - g.oldest_version <= STALENESS for g in drawn.groups)
             buffer.acknowledge(drawn.lease_id, drawn.version + 1)
     assert not buffer.dropped
+
+
+def test_exact_play_with_failures_trains_every_group_exactly_two_versions_old():
+    """Engines lag by up to two, one group in five fails: dropped slots are refilled in time."""
+    rng = random.Random(7)
+    config = ReplayConfig(groups_per_step=STEP, max_staleness=2, staleness_policy="exact")
+    buffer = Buffer(config, lambda: 0.0)
+    lags: list[set[int]] = []
+    while buffer.learner_version < 100:
+        granted = buffer.admit(3, max(0, buffer.learner_version - rng.randint(0, 2)))
+        for slot in granted if isinstance(granted, list) else []:
+            if rng.random() < 0.2:
+                buffer.drop(slot.slot_id, "failed")
+            else:
+                buffer.add(build_group(slot, num_trajectories=1, num_tokens=8))
+        drawn = buffer.draw()
+        if isinstance(drawn, Lease):
+            lags.append({drawn.version - group.oldest_version for group in drawn.groups})
+            buffer.acknowledge(drawn.lease_id, drawn.version + 1)
+    assert lags == [{0}, {1}, *[{2}] * 98]
+
+
+def exact_run(buffer: Buffer, num_steps: int) -> list[list[int]]:
+    """Admit and add at the learner's version, draw, train; the lags of each draw, all asserted."""
+    lags: list[list[int]] = []
+    for _ in range(5 * num_steps):
+        granted = buffer.admit(99, buffer.learner_version)
+        for slot in granted if isinstance(granted, list) else []:
+            buffer.add(build_group(slot, num_trajectories=1, num_tokens=8))
+        drawn = buffer.draw()
+        if isinstance(drawn, Lease):
+            check_staleness(drawn, buffer.config)
+            lags.append([drawn.version - group.oldest_version for group in drawn.groups])
+            buffer.acknowledge(drawn.lease_id, drawn.version + 1)
+        if len(lags) == num_steps:
+            break
+    return lags
+
+
+def test_exact_with_limits_lowered_drops_what_no_step_can_take_and_finds_its_pace_again():
+    wide = ReplayConfig(groups_per_step=4, max_staleness=2, staleness_policy="exact")
+    buffer = Buffer(wide, lambda: 0.0)
+    assert exact_run(buffer, 2) == [[0] * 4, [1] * 4]
+    # Learner at 2: 4 groups from 0, 4 from 1. With 2 a step two of each miss their deadline, and
+    # at 3 and at 4 two more are admitted in their place; the last of those is 1 old at 5.
+    buffer.config = ReplayConfig(groups_per_step=2, max_staleness=2, staleness_policy="exact")
+    buffer.restore_version(2)
+    assert exact_run(buffer, 7) == [[2, 2], [2, 2], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+    assert buffer.dropped == {"overdue": 4}
+
+
+def test_exact_drops_a_mixed_group_that_was_buffered_under_pace():
+    buffer = Buffer(ReplayConfig(groups_per_step=2, max_staleness=1), lambda: 0.0)
+    granted = buffer.admit(2, 0)
+    assert isinstance(granted, list)
+    for version, slot in enumerate(granted):
+        buffer.add(build_group(slot, version=version, num_trajectories=1, num_tokens=8))
+    buffer.config = ReplayConfig(groups_per_step=2, max_staleness=1, staleness_policy="exact")
+    buffer.restore_version(1)
+    assert exact_run(buffer, 3) == [[1, 0], [1, 1], [1, 1]]
+    assert buffer.dropped == {"mixed-versions": 1}
