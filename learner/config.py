@@ -68,7 +68,7 @@ class LearnerConfig(FrozenModel):
     gae_lambda: float | None = Field(default=None, ge=0, le=1)
     """Lambda of generalised advantage estimation; None takes 1."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Step size of the critic's AdamW; None takes 1e-4."""
+    """Step size of the critic's AdamW; None takes ten times learning_rate."""
     critic_warmup_steps: int | None = Field(default=None, ge=0)
     """First steps, in which the critic learns and the policy stands still; None takes 0."""
     critic_epochs: int | None = Field(default=None, ge=1)

@@ -77,6 +77,12 @@ def value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) ->
     return 0.5 * torch.maximum((value_N - return_N).square(), (kept_N - return_N).square())
 
 
+def is_value_clipped(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) -> Tensor:
+    """[N] bool: the clipped square is the larger one, so the value has no gradient."""
+    kept_N = value_N.clamp(old_N - clip, old_N + clip)
+    return (kept_N - return_N).abs() > (value_N - return_N).abs()
+
+
 class Critic:
     """A value model and its optimizer."""
 
@@ -115,7 +121,10 @@ class Critic:
         return CriticMetrics(
             value_loss=first[0],
             value_mean=targets.old_N.mean().item(),
-            explained_variance=1 - left_N.var(correction=0).item() / spread if spread else 0.0,
+            # Equal returns may differ in their last bits, which would explain -1e31 of them.
+            explained_variance=(
+                1 - left_N.var(correction=0).item() / spread if spread > 1e-12 else 0.0
+            ),
             value_clip_fraction=last[1],
             critic_grad_norm=last[2],
         )
@@ -131,7 +140,7 @@ class Critic:
             old_S, return_S = (x_T[micro_batch.token_S].to(value_S) for x_T in (old_T, return_T))
             loss = value_loss(value_S, old_S, return_S, clip).sum() / len(targets.token_N)
             loss.backward()
-            is_clipped_S = (value_S.detach() - old_S).abs() > clip
+            is_clipped_S = is_value_clipped(value_S.detach(), old_S, return_S, clip)
             totals += torch.stack([loss.detach(), is_clipped_S.sum()]).cpu().double()
         gradients = take_gradients(self._parameters)
         sum_over_ranks(gradients, self._world)
@@ -140,7 +149,8 @@ class Critic:
         loss, num_clipped = totals.tolist()
         if not (np.isfinite(loss) and np.isfinite(norm)):
             raise NonFiniteError(
-                f"the critic's loss is {loss}, its gradient norm {norm}; its weights are as before"
+                f"the critic's loss is {loss}, its gradient norm {norm}; "
+                "its optimizer was not stepped"
             )
         scale = scale_to(norm, self._config.max_grad_norm)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):

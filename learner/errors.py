@@ -1,7 +1,7 @@
 """The exceptions of learner.
 
 LeewayError
-├── NonFiniteError     a loss, log-prob or gradient that is not a number; no weight was changed
+├── NonFiniteError     a log-prob, advantage, loss or gradient that is not a number
 ├── CheckpointError    a checkpoint that cannot be written or read
 └── LearnerStopped     the learner was asked to stop, and did so between two steps
 """
@@ -10,7 +10,10 @@ from leeway.replay.errors import LeewayError
 
 
 class NonFiniteError(LeewayError):
-    """A loss, log-prob or gradient is not finite. Raised before any weight changes."""
+    """A log-prob, value, advantage, loss or gradient is not finite.
+
+    Raised before the optimizer step that it would have spoilt.
+    """
 
 
 class CheckpointError(LeewayError):

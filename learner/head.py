@@ -25,6 +25,16 @@ CHUNK_BYTES: Final = 512 << 20
 
 Much smaller chunks are slow: each reads and writes the whole V x H gradient of the head."""
 
+CPU_CHUNK_BYTES: Final = 256 << 20
+"""The same on a CPU, which is as fast from 128 MiB on."""
+
+CACHE_BYTES: Final = 1 << 20
+"""Logits that a thread of a CPU takes through log-softmax, exp and entropy at a time: written to
+memory between, they cost three passes over a chunk, and three times its size."""
+
+CPU_WORDS: Final = 8192
+"""Rows of the head's gradient for which a CPU holds a half-precision product."""
+
 LossOf = Callable[[Tensor, slice], Tensor]
 """Scalar loss of the tokens in a slice of the micro-batch, from their log-probs; summed over slices
 of whole trajectories it is the loss of the micro-batch."""
@@ -51,8 +61,9 @@ class Head:
         return logits_CV if self.bias_V is None else logits_CV + self.bias_V.to(logits_CV.dtype)
 
     def chunk_tokens(self, dtype: torch.dtype) -> int:
-        """Rows of logits that CHUNK_BYTES hold."""
-        return max(1, CHUNK_BYTES // (dtype.itemsize * self.weight_VH.shape[0]))
+        """Rows of logits in a chunk."""
+        size = CHUNK_BYTES if self.weight_VH.is_cuda else CPU_CHUNK_BYTES
+        return max(1, size // (dtype.itemsize * self.weight_VH.shape[0]))
 
 
 @torch.no_grad()
@@ -189,7 +200,8 @@ class _Work:
         elif dlogits_CV.dtype == self.grad_weight_VH.dtype:
             self.grad_weight_VH.addmm_(dlogits_CV.T, hidden_CH)
         else:
-            self.grad_weight_VH += dlogits_CV.T @ hidden_CH
+            for words in _slices(slice(0, dlogits_CV.shape[1]), CPU_WORDS):
+                self.grad_weight_VH[words] += dlogits_CV[:, words].T @ hidden_CH
 
 
 def units(sizes: Sequence[int], chunk_tokens: int) -> Iterator[slice]:
@@ -221,20 +233,32 @@ def _softmax(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Any]:
     if logits_CV.is_cuda and logits_CV.dtype != torch.float64:
         lp_C, entropy_C, norm_C = _fused()[0](logits_CV, target_C)
         return lp_C, entropy_C, (logits_CV, norm_C)
-    lp_CV = logits_CV.log_softmax(-1, dtype=_exact(logits_CV.dtype))
-    lp_C = lp_CV.gather(-1, target_C[:, None]).squeeze(-1)
-    p_CV = lp_CV.exp()
-    entropy_C = -(p_CV[:, None] @ lp_CV[:, :, None]).flatten()
-    return lp_C, entropy_C, p_CV
+    lp_C = logits_CV.new_empty(len(logits_CV), dtype=_exact(logits_CV.dtype))
+    entropy_C = torch.empty_like(lp_C)
+    for rows in _slices(slice(0, len(logits_CV)), _cached_rows(logits_CV)):
+        lp_RV = logits_CV[rows].log_softmax(-1, dtype=lp_C.dtype)
+        p_RV = lp_RV.exp()
+        lp_C[rows] = lp_RV.gather(-1, target_C[rows, None]).squeeze(-1)
+        entropy_C[rows] = -(p_RV[:, None] @ lp_RV[:, :, None]).flatten()
+        logits_CV[rows] = p_RV
+    return lp_C, entropy_C, (logits_CV, lp_C)
 
 
-def _logit_gradient(rest: Any, target_C: Tensor, g_C: Tensor) -> Tensor:
+def _cached_rows(logits_CV: Tensor) -> int:
+    """Rows that stay in a processor's cache from one pass over them to the next."""
+    return torch.get_num_threads() * max(1, CACHE_BYTES // (logits_CV.shape[-1] * 4))
+
+
+def _logit_gradient(rest: tuple[Tensor, Tensor], target_C: Tensor, g_C: Tensor) -> Tensor:
     """[C, V] g (onehot(y) - softmax(z)); overwrites what `_softmax` kept."""
-    if isinstance(rest, tuple):
+    if rest[0].is_cuda and rest[0].dtype != torch.float64:
         logits_CV, norm_C = rest
         return _fused()[1](logits_CV, norm_C, target_C, g_C)
-    dlogits_CV = rest.mul_(-g_C[:, None])
-    return dlogits_CV.scatter_add_(-1, target_C[:, None], g_C[:, None])
+    p_CV, lp_C = rest
+    dlogits_CV = p_CV.mul_(-g_C[:, None].to(p_CV.dtype))
+    # 1 - p from the log-prob: in half precision the difference of the two has no digits left.
+    target_gradient_C = (-g_C * torch.expm1(lp_C)).to(p_CV.dtype)
+    return dlogits_CV.scatter_(-1, target_C[:, None], target_gradient_C[:, None])
 
 
 @cache

@@ -28,7 +28,8 @@ class PolicyMetrics(msgspec.Struct, frozen=True, kw_only=True):
     against (the same, unless the objective's `old` is proximal)."""
 
     clip_fraction_tokens: float
-    """Share of trained tokens whose gradient the clip removed."""
+    """Share of trained tokens outside the clip, on the side where it removes the gradient; under
+    cispo it bounds their weight."""
     clip_fraction_turns: float
     """Share of turns with at least one such token, among turns with trained tokens."""
     effective_sample_size: float

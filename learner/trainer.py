@@ -8,7 +8,7 @@ A step, on every rank alike:
 2. for each minibatch (one, unless configured otherwise)
    a. where the objective needs a number of the whole minibatch first: log-probs without gradient;
    b. micro-batches forward and backward, log-probs kept; gradients and log-probs summed over ranks;
-   c. everything must be finite, or NonFiniteError before any weight changes;
+   c. everything must be finite, or NonFiniteError before the optimizer steps;
    d. gradient bounded to `max_grad_norm`, THEN divided by clipping-triggered normalization: a bound
       applied after the division would cancel it whenever both norms exceed the limit;
    e. AdamW;
@@ -219,7 +219,7 @@ class Trainer:
             where, value = turn_and_trajectory(batch, int(bad[0])), lp_T[bad[0]].item()
             raise NonFiniteError(
                 f"{where}: log-prob is {value} under the policy being trained; "
-                "no weight was changed"
+                "the optimizer was not stepped"
             )
 
     def _synchronize(self) -> None:
@@ -234,4 +234,4 @@ def _mean(values: Sequence[float]) -> float:
 
 def _check_finite(name: str, value: float) -> None:
     if not np.isfinite(value):
-        raise NonFiniteError(f"the {name} is {value}; no weight was changed")
+        raise NonFiniteError(f"the {name} is {value}; the optimizer was not stepped")

@@ -248,6 +248,12 @@ def _idle(config: LearnerConfig, objective: Objective) -> Iterator[tuple[str, st
     """Configured keys that would change nothing, each with the reason."""
     is_read = {
         "ratio": (objective.surrogate != "plain", "which weighs by no ratio"),
+        "old": (
+            objective.surrogate != "plain"
+            or objective.correction != "none"
+            or config.old != "proximal",
+            "which takes no ratio; learner.correction would weigh by it",
+        ),
         "eps_low": (objective.clips, "which does not clip"),
         "eps_high": (objective.clips, "which does not clip"),
         "dual_clip": (objective.surrogate == "clip", "which does not clip"),

@@ -269,7 +269,7 @@ def rows(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
         ended = [m for m in members if m.failure is None]
         scores = " ".join("failed" if m.failure else f"{m.after:.3f}" for m in members)
         if not ended:
-            yield (name, "", scores, *[""] * 8, members[0].failure or "")
+            yield (name, "", scores, *[""] * 8, (members[0].failure or "")[:60])
             continue
         yield (
             name,

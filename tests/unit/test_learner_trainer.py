@@ -4,8 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from leeway.learner.batch import PackedBatch, build_batch
 from leeway.learner.config import LearnerConfig
 from leeway.learner.errors import NonFiniteError
+from leeway.learner.objective.loss import batch_terms, loss
 from leeway.learner.objective.presets import PRESETS
 from leeway.learner.trainer import Trainer
 from leeway.learner.update import build_update
@@ -74,31 +75,49 @@ def random_batch(config: LearnerConfig, num_groups: int = 3) -> PackedBatch:
     return build_batch(groups)
 
 
-def configure(objective: str = "so-grpo", tokens: int = 4096, **more: float) -> LearnerConfig:
+def configure(objective: str = "so-grpo", tokens: int = 4096, **more: float | str) -> LearnerConfig:
     # Below the 256 that a configuration allows, so that a tiny batch makes many micro-batches.
     return LearnerConfig(objective=objective, warmup_steps=0).model_copy(
         update={"micro_batch_tokens": tokens, **more}
     )
 
 
-def observed_step(config: LearnerConfig, world: World | None = None) -> dict[str, torch.Tensor]:
-    """Applied gradient, loss and ||C|| of one step in float64."""
-    trainer = Trainer(tiny().double(), config, world)
+def watch(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradient of every step it will make."""
     seen: list[torch.Tensor] = []
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in trainer.parameters]))  # type: ignore[union-attr]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in parameters]))
     )
-    metrics = trainer.train_step(random_batch(config), version=0)
+    return seen
+
+
+def observed_step(
+    config: LearnerConfig, world: World | None = None, batch: PackedBatch | None = None
+) -> dict[str, torch.Tensor]:
+    """Applied gradients (the critic's too), loss and ||C|| of one step in float64."""
+    trainer = Trainer(tiny().double(), config, world)
+    seen = watch(trainer.optimizer)
+    of_critic = [] if trainer.critic is None else watch(trainer.critic.optimizer)
+    metrics = trainer.train_step(random_batch(config) if batch is None else batch, version=0)
     numbers = [metrics.loss, metrics.ctn_norm, metrics.grad_norm, metrics.policy.kl_behaviour]
-    return {"gradient": seen[0], "numbers": torch.tensor(numbers, dtype=torch.float64)}
+    if metrics.critic is not None:
+        numbers += [metrics.critic.value_loss, metrics.critic.value_mean]
+    return {
+        "gradient": torch.cat(seen + of_critic),
+        "numbers": torch.tensor(numbers, dtype=torch.float64),
+    }
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_micro_batches_do_not_change_gradient_loss_or_ctn_norm(name: str) -> None:
+def test_micro_batches_do_not_change_gradient_loss_or_ctn_norm(
+    name: str, num_minibatches: int
+) -> None:
     more = {"ctn_raw": True} if PRESETS[name].ctn == "gradient" else {}
     whole, split = (
-        observed_step(configure(name, **more)),
-        observed_step(configure(name, 12, **more)),
+        observed_step(configure(name, tokens, num_minibatches=num_minibatches, **more))
+        for tokens in (4096, 12)
     )
     torch.testing.assert_close(split, whole, rtol=1e-6, atol=1e-9)
 
@@ -110,8 +129,31 @@ def test_the_random_batch_has_clipped_tokens_so_that_the_ctn_tests_mean_somethin
     assert metrics.ctn_norm > 0
 
 
-@pytest.mark.parametrize("name", ["so-grpo", "so-grpo-penalty"])
-def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
+def scenario(name: str, world: World | None = None) -> dict[str, torch.Tensor]:
+    """PRESET, PRESET/minibatches for two of them, or PRESET/lone for a batch of one trajectory."""
+    objective, _, variant = name.partition("/")
+    config = configure(objective, 12, num_minibatches=2 if variant == "minibatches" else 1)
+    batch = random_batch(config)
+    if variant == "lone":
+        first = batch.groups[0]
+        lone = first.trajectories[3]
+        # The first turn's ratio is large, and clipped where the advantage is positive.
+        lowered = lone.logprobs - (np.arange(len(lone.logprobs)) < lone.turns[0].num_generated)
+        won = msgspec.structs.replace(lone, reward=1.0, logprobs=lowered.astype(np.float32))
+        batch = build_batch([msgspec.structs.replace(first, trajectories=(won,))])
+    return observed_step(config, world, batch)
+
+
+SCENARIOS = (
+    "so-grpo", "so-grpo-penalty", "so-ppo", "ppo", "decoupled-grpo", "m2po",
+    "so-grpo/minibatches", "so-grpo/lone", "ppo/lone", "so-ppo/lone",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict]]:
+    """Of each rank, what it saw in every scenario."""
+    folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -121,38 +163,82 @@ def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
             "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }  # fmt: skip
-        command = [sys.executable, __file__, name, str(tmp_path / f"{rank}.pt")]
+        command = [sys.executable, __file__, str(folder / f"{rank}.pt")]
         peers.append(subprocess.Popen(command, env=environment))
     assert [peer.wait(timeout=90) for peer in peers] == [0, 0]
-    one = observed_step(configure(name, 12))
-    for rank in range(2):
-        two = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def test_ctn_norm_is_the_norm_of_the_clipped_part_of_the_gradient() -> None:
-    config = configure()
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_ranks_equal_one(name: str, of_two_ranks: list[dict[str, dict]]) -> None:
+    one = scenario(name)
+    for of_rank in of_two_ranks:
+        torch.testing.assert_close(of_rank[name], one, rtol=1e-6, atol=1e-9)
+
+
+def test_the_lone_trajectory_is_partly_clipped_so_that_one_rank_has_no_part_in_ctn() -> None:
+    _, ctn_norm, grad_norm, *_ = scenario("so-ppo/lone")["numbers"].tolist()
+    assert ctn_norm > 0 and grad_norm > 0
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"num_minibatches": 2}, {"old": "proximal", "correction": "truncate"}]
+)
+def test_ctn_norm_is_the_norm_of_the_clipped_part_of_the_gradient(
+    more: dict[str, int | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the minibatch with the largest; the policy moves too little between them to matter."""
+    config = configure(learning_rate=1e-15, **more)
     batch, trainer = random_batch(config), Trainer(tiny().double(), config)
     lp_T, _ = trainer.measure(batch)
-    mean_K = [
-        (lp_T - batch.behaviour_T)[batch.segments.turn_of_T == k].mean()
-        for k in range(batch.segments.num_turns)
-    ]
-    w_T = torch.stack(mean_K).exp()[batch.segments.turn_of_T]
-    tokens = build_update(batch, trainer.objective, 0).tokens
-    a_T = tokens.a_T
+    proximal_T = None
+    if "old" in more:
+        # Half way to the sampler, so that there are both ratios and corrections.
+        proximal_T = (lp_T + batch.behaviour_T) / 2 - 0.2
+        monkeypatch.setattr(trainer, "measure", lambda batch: (proximal_T, lp_T))
+    update = build_update(batch, trainer.objective, 0, config.num_minibatches, proximal_T)
+    tokens, a_T, turn_of_T = update.tokens, update.tokens.a_T, batch.segments.turn_of_T
+    d_T = lp_T - tokens.old_T
+    w_T = torch.stack([d_T[turn_of_T == k].mean() for k in turn_of_T.tolist()]).exp()
+    weight_T = tokens.weight_T.double()
+    if proximal_T is not None:
+        weight_T = weight_T * (proximal_T - batch.behaviour_T).exp().clamp(max=2)
     clipped_T = ((a_T > 0) & (w_T > 1.2)) | ((a_T < 0) & (w_T < 0.8))
-    model = trainer.model
-    total = torch.zeros((), dtype=torch.float64)
-    for token in clipped_T.nonzero().squeeze(-1).tolist():
-        b = int(batch.segments.trajectory_of_T[token])
-        ids, position = batch.trajectories[b].token_ids, int(batch.position_T[token])
-        logits = model(input_ids=torch.from_numpy(ids[:position].astype(np.int64))[None]).logits
-        lp = logits[0, -1].log_softmax(-1)[int(ids[position])]
-        total = total + tokens.weight_T[token] * w_T[token] * a_T[token] * lp
-    gradients = torch.autograd.grad(total, list(model.parameters()))
-    expected = torch.cat([g.flatten() for g in gradients]).norm().item()
-    assert trainer.train_step(batch, 0).ctn_norm == pytest.approx(expected, rel=1e-6)
+    norms = []
+    for rows in update.minibatches:
+        total = torch.zeros((), dtype=torch.float64)
+        for token in clipped_T.nonzero().squeeze(-1).tolist():
+            b = int(batch.segments.trajectory_of_T[token])
+            if b not in rows:
+                continue
+            ids, position = batch.trajectories[b].token_ids, int(batch.position_T[token])
+            before = torch.from_numpy(ids[:position].astype(np.int64))[None]
+            logits = trainer.model(input_ids=before).logits
+            lp = logits[0, -1].log_softmax(-1)[int(ids[position])]
+            total = total + weight_T[token] * w_T[token] * a_T[token] * lp
+        gradients = torch.autograd.grad(total, trainer.parameters)
+        norms.append(torch.cat([g.flatten() for g in gradients]).norm().item())
+    assert trainer.train_step(batch, 0).ctn_norm == pytest.approx(max(norms), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_loss_of_a_step_is_the_objective_of_the_whole_batch(name: str) -> None:
+    """With a group of equal rewards, and tokens that M2PO masks."""
+    config = configure(name, 12)
+    batch, trainer = random_batch(config), Trainer(tiny().double(), config)
+    batch.reward_B[:4] = 0.0
+    lp_T, _ = trainer.measure(batch)
+    update = build_update(
+        batch,
+        trainer.objective,
+        0,
+        proximal_T=lp_T if trainer.objective.old == "proximal" else None,
+        value_T=None if trainer.critic is None else trainer.critic.values(batch),
+    )
+    terms = batch_terms(trainer.objective, lp_T, update.tokens)
+    assert terms.masked_T.any() or name != "m2po"
+    expected = loss(trainer.objective, lp_T, update.tokens, terms).item()
+    assert trainer.train_step(batch, 0).loss == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_the_gradient_is_bounded_before_it_is_divided() -> None:
@@ -162,6 +248,62 @@ def test_the_gradient_is_bounded_before_it_is_divided() -> None:
     assert metrics.ctn_divisor == pytest.approx(metrics.ctn_norm / 1e-2)
     assert metrics.ctn_divisor > 1
     assert metrics.grad_norm_applied == pytest.approx(1e-3 / metrics.ctn_divisor)
+
+
+def test_ctn_of_the_learning_rate_leaves_the_gradient_as_bounded() -> None:
+    config = configure(
+        max_grad_norm=1e-3, ctn_c=1e-2, ctn_target="learning-rate", learning_rate=2e-4
+    )
+    trainer = Trainer(tiny(), config)
+    metrics = trainer.train_step(random_batch(config), 0)
+    assert metrics.grad_norm > 1e-3
+    assert metrics.grad_norm_applied == pytest.approx(1e-3)
+    assert metrics.ctn_divisor == pytest.approx(metrics.ctn_norm / 1e-2) and metrics.ctn_divisor > 1
+    assert metrics.learning_rate == pytest.approx(2e-4 / metrics.ctn_divisor)
+    assert trainer.optimizer.param_groups[0]["lr"] == metrics.learning_rate
+
+
+def test_a_batch_clipped_throughout_has_no_gradient_but_a_clipping_bias() -> None:
+    config = configure()
+    batch, trainer = random_batch(config), Trainer(tiny(), config)
+    a_T = build_update(batch, trainer.objective, 0).tokens.a_T
+    # Turn ratios are e where A > 0 and 1/e where A < 0.
+    batch.behaviour_T.copy_(trainer.measure(batch)[0] - a_T.sign())
+    metrics = trainer.train_step(batch, 0)
+    assert metrics.policy.clip_fraction_tokens == (a_T != 0).double().mean().item()
+    assert metrics.grad_norm == metrics.grad_norm_applied == 0
+    assert metrics.ctn_norm > 0
+
+
+def test_two_minibatches_are_two_optimizer_steps() -> None:
+    config = configure(num_minibatches=2)
+    batch, trainer = random_batch(config), Trainer(tiny(), config)
+    seen = watch(trainer.optimizer)
+    metrics = trainer.train_step(batch, 0)
+    assert (len(seen), metrics.num_optimizer_steps, metrics.version) == (2, 2, 1)
+    norms = [gradient.norm().item() for gradient in seen]
+    assert metrics.grad_norm_applied == pytest.approx(sum(norms) / 2, rel=1e-5)
+    assert not torch.equal(*seen)
+
+
+def test_a_proximal_policy_has_ratio_one_and_the_correction_by_hand() -> None:
+    config = configure("decoupled-grpo")
+    batch, trainer = random_batch(config), Trainer(tiny().double(), config)
+    weights = (trainer.measure(batch)[0] - batch.behaviour_T).exp().tolist()
+    policy = trainer.train_step(batch, 0).policy
+    assert policy.clip_fraction_tokens == 0
+    assert policy.kl_old == pytest.approx(0, abs=1e-12)
+    assert policy.kl_behaviour > 1e-3
+    truncated = [min(w, 2.0) for w in weights]
+    assert policy.correction_mean == pytest.approx(sum(truncated) / len(weights))
+    assert 0 < sum(w > 2 for w in weights) < len(weights)
+    assert policy.correction_share == sum(w > 2 for w in weights) / len(weights)
+
+
+def test_a_second_minibatch_is_clipped_against_the_start_of_the_step() -> None:
+    config = configure("decoupled-grpo", num_minibatches=2, learning_rate=1e-2)
+    trainer = Trainer(tiny().double(), config)
+    assert trainer.train_step(random_batch(config), 0).policy.kl_old > 1e-3
 
 
 def test_a_network_that_yields_nan_is_refused_and_keeps_its_weights() -> None:
@@ -252,8 +394,7 @@ def check_messages(world: World) -> None:
 
 
 if __name__ == "__main__":
-    objective, out = sys.argv[1:]
     joined = World.from_environment(timeout_s=60, device="cpu")
-    torch.save(observed_step(configure(objective, 12), joined), out)
+    torch.save({name: scenario(name, joined) for name in SCENARIOS}, sys.argv[1])
     check_messages(joined)
     joined.close()

@@ -159,6 +159,7 @@ def test_an_unknown_objective_is_refused_with_the_names_that_exist() -> None:
         ("grpo", {"gae_lambda": 0.9}),
         ("so-grpo", {"critic_learning_rate": 1e-3}),
         ("grpo", {"max_correction": 3.0}),
+        ("rloo", {"old": "proximal"}),
     ],
 )
 def test_an_override_that_would_do_nothing_is_refused(
