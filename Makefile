@@ -7,11 +7,12 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.leeway-installed
+PARITY_STAMP := $(VENV)/.leeway-parity-installed
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)+cpu
 LIGHT := tests/architecture tests/unit tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint format types links requirements docs clean
+.PHONY: help setup demo test quick parity lint format types links requirements docs clean
 
 help:  ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,10 +23,15 @@ demo: setup  ## Train a search agent on this machine's CPU and watch it learn.
 	$(BIN)/leeway train deploy/configs/demo.toml
 
 test: setup lint types  ## Check everything, vLLM and Ray included; what CI runs.
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/parity
+	@# Last, and by itself: on a fresh clone the rest has run without verl and TRL in reach.
+	$(MAKE) parity
 
 quick: setup lint  ## Check what needs neither vLLM nor Ray.
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm and not ray" $(LIGHT)
+
+parity: $(PARITY_STAMP)  ## Compare objectives with verl's and TRL's, which it installs (300 MB).
+	$(BIN)/python -m pytest -q tests/parity
 
 lint: setup  ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -64,4 +70,8 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 		|| echo "No CPU build of torch here or on $(TORCH_INDEX): taking the index's own."
 	$(PIP) install --no-deps -r requirements/cpu.txt
 	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(PARITY_STAMP): $(STAMP) requirements/parity.txt
+	$(PIP) install --no-deps -r requirements/parity.txt
 	@touch $@

@@ -23,6 +23,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "requirements" / "cpu.txt"
+PARITY_FILE = FILE.with_name("parity.txt")
+"""Kept by hand: what verl and TRL ask for is more than their functions import."""
 EXTRAS = ("cpu", "dev")
 LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 PYTHONS = ("3.11", "3.12")
@@ -39,9 +41,16 @@ def direct_requirements(pyproject: Path = ROOT / "pyproject.toml") -> list[Requi
     """What the project, its extras and its build name themselves."""
     table = tomllib.loads(pyproject.read_text(encoding="utf-8"))
     lines: list[str] = table["project"]["dependencies"] + table["build-system"]["requires"]
-    for extra in EXTRAS:
-        lines += table["project"]["optional-dependencies"][extra]
-    return [Requirement(line) for line in lines]
+    extras = [
+        requirement for extra in EXTRAS for requirement in extra_requirements(extra, pyproject)
+    ]
+    return [*map(Requirement, lines), *extras]
+
+
+def extra_requirements(extra: str, pyproject: Path = ROOT / "pyproject.toml") -> list[Requirement]:
+    """What one extra names itself."""
+    table = tomllib.loads(pyproject.read_text(encoding="utf-8"))
+    return [Requirement(line) for line in table["project"]["optional-dependencies"][extra]]
 
 
 def collect_pins(roots: Iterable[Requirement]) -> dict[str, Version]:

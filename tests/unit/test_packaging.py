@@ -79,6 +79,15 @@ def test_a_pin_has_no_local_version():
     assert not [name for name, version in pins.items() if version.local]
 
 
+def test_the_pins_of_parity_are_its_extra_and_touch_no_other_pin():
+    pins = generate.read_pins(generate.PARITY_FILE.read_text(encoding="utf-8"))
+    extra = generate.extra_requirements("parity")
+    assert generate.disagreements(extra, pins) == []
+    assert {name for name, _ in pins} == {canonicalize_name(root.name) for root in extra}
+    installed = dict(generate.read_pins(generate.FILE.read_text(encoding="utf-8")))
+    assert [name for name, _ in pins if name in installed] == []
+
+
 def test_a_marker_counts_if_any_supported_python_on_linux_meets_it():
     applies = generate.applies
     assert applies(Requirement('six; python_version > "3.11"'), frozenset())
