@@ -1,8 +1,13 @@
-"""TorchPolicy: plain transformers decoding in batches, in this process.
+"""TorchPolicy: decoding in this process, with a static cache and continuous batching.
 
-For tests, experiments and machines without vLLM. Requests that wait are decoded together,
-left-padded, with a key/value cache; weights change between two decoding steps, so running requests
-go on under the new version, as they do in the served engine.
+For tests, experiments and machines without vLLM. One thread decodes:
+
+    complete() ──> queue ──> waiting ──> a free cache slot ──> rows, a token each a step ──> future
+                                         (prompt computed)     ^                    │
+                                                               └────────────────────┘
+
+New requests begin between two steps, and weights change between two steps, so running requests go
+on under the new version, as they do in the served engine.
 """
 
 from __future__ import annotations
@@ -10,44 +15,76 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from leeway.actors.config import PolicyConfig
+from leeway.actors.decode_graphs import GraphStep
+from leeway.actors.decoder import Decoder, EagerStep, Feed
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
+from leeway.actors.slots import Prefix, Slots
+from leeway.actors.stops import StopFinder
 from leeway.actors.tokens import Tokens
 from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
 from leeway.replay.schema import PolicyVersion
 
-STOP_WINDOW_TOKENS = 16
-"""A stop string is looked for in the text of this many last tokens."""
-GATHER_S = 0.004
-"""How long a batch waits for more requests after its first."""
+MAX_PREFILL_TOKENS: Final = 2048
+"""Prompts stop joining a step beyond this many tokens, so that running rows wait no longer."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
+    """A request on its way. `slot` is where its keys and values stand, None while it waits."""
+
     request: CompletionRequest
     future: Future[Completion]
+    slot: int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def completion(self, finish: str) -> Completion:
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            finish="stop" if finish == "stop" else "length",
+    def prompt_feed(self, num_kept: int) -> Feed:
+        """The prompt behind the `num_kept` tokens whose keys and values stand already."""
+        assert self.slot is not None
+        return Feed(self.slot, num_kept, self.request.prompt_ids[num_kept:])
+
+    def next_feed(self) -> Feed:
+        """The last sampled token."""
+        assert self.slot is not None
+        position = len(self.request.prompt_ids) + len(self.token_ids) - 1
+        return Feed(self.slot, position, self.token_ids[-1:])
+
+    def append(self, token: int, logprob: float, version: PolicyVersion) -> None:
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def answer(self, finish: str) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        self.future.set_result(
+            Completion(
+                token_ids=self.token_ids,
+                logprobs=self.logprobs,
+                versions=self.versions,
+                finish="stop" if finish == "stop" else "length",
+            )
         )
+
+    def fail(self, error: str) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(EngineError(error))
 
 
 class TorchPolicy:
@@ -63,14 +100,24 @@ class TorchPolicy:
         version: PolicyVersion,
     ) -> None:
         self._model = model.eval()
-        self._device = next(model.parameters()).device
+        self._decoder = Decoder(model, config.max_num_seqs, config.max_model_len)
+        device = self._decoder.device
+        generator = torch.Generator(device).manual_seed(seed)
+        self._prefill_step = EagerStep(self._decoder, generator)
+        self._decode_step = (
+            GraphStep(self._decoder, generator) if device.type == "cuda" else self._prefill_step
+        )
         self._tokens = tokens
+        self._stops = StopFinder(tokens, self._decoder.vocab_size)
         self._config = config
         self._version = version
-        self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._staging = StagingArea(self._device)
+        self._staging = StagingArea(device)
         self._weights_lock = threading.Lock()
+        self._weights_gate = threading.Lock()
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        self._slots = Slots(config.max_num_seqs)
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="leeway-decode", daemon=True)
         self._thread.start()
@@ -141,9 +188,23 @@ class TorchPolicy:
 
     def load(self, weights: dict[str, torch.Tensor], version: PolicyVersion) -> None:
         """Take `weights` into use as `version`; `check_manifest` has passed them."""
-        with self._weights_lock:
+        with self._weights():
             self._model.load_state_dict(weights, strict=False)
             self._version = version
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        """Sole use of the weights: for a step, or to change them.
+
+        The gate makes it fair: the decoding thread, which is back after each step at once, would
+        otherwise win the lock from one that waits for it, again and again.
+        """
+        with self._weights_gate:
+            self._weights_lock.acquire()
+        try:
+            yield
+        finally:
+            self._weights_lock.release()
 
     async def abandon(self) -> None:
         """Forget a transfer that failed."""
@@ -161,92 +222,100 @@ class TorchPolicy:
     # ---- decoding, on the thread
 
     def _serve(self) -> None:
-        while (rows := self._gather()) is not None:
+        while self._receive():
             try:
-                self._decode(rows)
+                self._step()
             except Exception as error:
-                for row in rows:
-                    if not row.future.done():
-                        row.future.set_exception(EngineError(f"decoding failed: {error}"))
+                self._fail_all(f"decoding failed: {error}")
+        self._fail_all("the policy is closed")
 
-    def _gather(self) -> list[_Row] | None:
-        """The next batch; None when the policy was closed."""
-        rows: list[_Row] = []
-        row = self._queue.get()
-        deadline = time.monotonic() + GATHER_S
-        while row is not None:
-            if row.future.set_running_or_notify_cancel():
-                rows.append(row)
-            if len(rows) >= self._config.max_num_seqs:
-                return rows
+    def _receive(self) -> bool:
+        """Take in what was sent, waiting if there is nothing else to do; False after close()."""
+        while True:
             try:
-                row = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                row = self._queue.get(block=not (self._rows or self._waiting))
             except Empty:
-                return rows
-        for waiting in rows:
-            waiting.future.set_exception(EngineError("the policy is closed"))
-        return None
+                return True
+            if row is None:
+                return False
+            self._waiting.append(row)
+
+    def _fail_all(self, error: str) -> None:
+        for row in (*self._rows, *self._waiting):
+            row.fail(error)
+        self._rows.clear()
+        self._waiting.clear()
+        self._slots = Slots(self._config.max_num_seqs)
 
     @torch.inference_mode()
-    def _decode(self, rows: list[_Row]) -> None:
-        if not rows:
-            return
-        ids_BL, mask_BL = _left_pad([row.request.prompt_ids for row in rows], self._device)
-        temperature_B = torch.tensor([row.request.temperature for row in rows], device=self._device)
-        cache = None
-        active = list(range(len(rows)))
-        while active:
-            if self._is_closed:
-                raise EngineError("the policy is closed")
-            with self._weights_lock:
-                version = self._version
-                position_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -ids_BL.shape[1] :]
-                out = self._model(
-                    input_ids=ids_BL,
-                    attention_mask=mask_BL,
-                    position_ids=position_BL,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-            cache = out.past_key_values
-            lp_BV = out.logits[:, -1].float().log_softmax(-1)
-            token_B = self._sample(lp_BV, temperature_B)
-            chosen_B = lp_BV.gather(1, token_B[:, None])[:, 0]
-            tokens, logprobs = token_B.tolist(), chosen_B.tolist()
-            active = [
-                b for b in active if not self._append(rows[b], tokens[b], logprobs[b], version)
-            ]
-            ids_BL = token_B[:, None]
-            mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(rows), 1)], dim=1)
+    def _step(self) -> None:
+        """Begin what waits, as far as there is room, then sample one token for every row."""
+        self._drop_cancelled()
+        with self._weights():
+            feeds = self._admit()
+            if feeds:
+                begun = self._rows[-len(feeds) :]
+                self._sample(self._prefill_step, begun, feeds)
+        with self._weights():
+            if self._rows:
+                feeds = [row.next_feed() for row in self._rows]
+                self._sample(self._decode_step, self._rows, feeds)
 
-    def _sample(self, lp_BV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-        # Gumbel-max: exact samples at temperature 1, the mode at 0.
-        noise = torch.rand(lp_BV.shape, generator=self._generator, device=lp_BV.device)
-        gumbel_BV = -torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7)))
-        return (lp_BV + gumbel_BV * temperature_B[:, None]).argmax(-1)
+    def _drop_cancelled(self) -> None:
+        for row in [row for row in self._rows if row.future.cancelled()]:
+            self._end(row)
 
-    def _append(self, row: _Row, token: int, logprob: float, version: int) -> bool:
-        """Add one token; True when the row is finished and its caller answered."""
-        row.token_ids.append(token)
-        row.logprobs.append(logprob)
-        row.versions.append(version)
-        request = row.request
-        tail = self._tokens.decode(row.token_ids[-STOP_WINDOW_TOKENS:])
+    def _admit(self) -> list[Feed]:
+        """Move waiting requests to free slots; what is left to compute of their prompts."""
+        feeds: list[Feed] = []
+        postponed: list[_Row] = []
+        num_tokens = 0
+        while self._waiting and self._slots.num_free and num_tokens < MAX_PREFILL_TOKENS:
+            row = self._waiting.popleft()
+            if row.future.cancelled():
+                continue
+            pending = {feed.slot for feed in feeds}
+            prefix = self._slots.longest_prefix(row.request.prompt_ids, self._version, pending)
+            if prefix is not None and prefix.slot in pending:
+                # A sibling that begins in this step: in the next one its work can be shared.
+                postponed.append(row)
+                continue
+            feeds.append(self._begin(row, prefix))
+            num_tokens += len(feeds[-1].ids)
+        self._waiting.extendleft(reversed(postponed))
+        return feeds
+
+    def _begin(self, row: _Row, prefix: Prefix | None) -> Feed:
+        row.slot = self._slots.take(row.request.prompt_ids, self._version, prefix)
+        self._rows.append(row)
+        if prefix is not None and prefix.slot != row.slot:
+            self._decoder.copy(prefix.slot, row.slot, prefix.num_tokens)
+        return row.prompt_feed(prefix.num_tokens if prefix is not None else 0)
+
+    def _sample(self, step: EagerStep | GraphStep, rows: list[_Row], feeds: list[Feed]) -> None:
+        temperatures = [row.request.temperature for row in rows]
+        tokens, logprobs = step(feeds, temperatures)
+        for row, token, logprob in zip(rows.copy(), tokens, logprobs, strict=True):
+            row.append(token, logprob, self._version)
+            if finish := self._finish(row):
+                self._end(row)
+                row.answer(finish)
+
+    def _finish(self, row: _Row) -> str | None:
+        """Why the row ends with its last token, None if it goes on."""
+        request, num_tokens = row.request, len(row.token_ids)
+        if row.token_ids[-1] == self._tokens.eos_id or self._stops.is_complete(
+            row.token_ids, request.stop
+        ):
+            return "stop"
         room = self._config.max_model_len - len(request.prompt_ids)
-        if token == self._tokens.eos_id or any(stop in tail for stop in request.stop):
-            finish = "stop"
-        elif len(row.token_ids) >= min(request.max_tokens, room):
-            finish = "length"
-        else:
-            return False
-        if not row.future.done():
-            row.future.set_result(row.completion(finish))
-        return True
+        return "length" if num_tokens >= min(request.max_tokens, room) else None
 
-
-def _left_pad(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    length = max(len(prompt) for prompt in prompts)
-    ids = [[0] * (length - len(p)) + p for p in prompts]
-    mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    def _end(self, row: _Row) -> None:
+        """Free the row's slot; what stands in it is every token but the last, which was not fed."""
+        assert row.slot is not None
+        ids = row.request.prompt_ids + row.token_ids[:-1]
+        is_uniform = row.versions[0] == row.versions[-1]
+        version = PolicyVersion(row.versions[0]) if is_uniform else None
+        self._slots.release(row.slot, ids, version)
+        self._rows.remove(row)

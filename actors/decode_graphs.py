@@ -1,0 +1,111 @@
+"""Decoding steps replayed as CUDA graphs: one launch instead of a hundred for a small network.
+
+A step is captured the first time its size is met, for a number of rows (powers of two) and a number
+of positions read (multiples of LENGTH_STEP). Weights and cache are read where they lie, so a graph
+outlives every change of weights.
+
+Letters: `B` rows of a graph, `S` slots, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from leeway.actors.decoder import Decoder, Feed, sample
+
+MIN_ROWS: Final = 8
+"""Rows of the smallest graph; fewer would not be faster."""
+LENGTH_STEP: Final = 256
+"""Positions by which graphs differ in length."""
+
+
+class GraphStep:
+    """One token for each of several rows; see EagerStep, which it stands in for."""
+
+    def __init__(self, decoder: Decoder, generator: torch.Generator) -> None:
+        num_slots, device = decoder.num_slots, decoder.device
+        self._decoder = decoder
+        self._generator = generator
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        # Graphs read and write these, each its first B rows.
+        self._ids_S = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._slot_S = torch.zeros_like(self._ids_S)
+        self._position_S = torch.zeros_like(self._ids_S)
+        self._temperature_S = torch.zeros(num_slots, device=device)
+        self._uniform_SV = torch.zeros(num_slots, decoder.vocab_size, device=device)
+        self._token_S = torch.zeros_like(self._ids_S)
+        self._lp_S = torch.zeros(num_slots, device=device)
+
+    def __call__(
+        self, feeds: Sequence[Feed], temperatures: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        """Next tokens and their log-probs."""
+        num_rows = self._num_rows(len(feeds))
+        num_read = self._num_read(1 + max(feed.start for feed in feeds))
+        # With a row for every slot, the network wants each in the place of its slot.
+        is_full = num_rows == self._decoder.num_slots
+        places = [feed.slot for feed in feeds] if is_full else list(range(len(feeds)))
+        self._fill(feeds, temperatures, places, num_rows)
+        if (num_rows, num_read) not in self._graphs:
+            self._graphs[num_rows, num_read] = self._capture(num_rows, num_read)
+        self._graphs[num_rows, num_read].replay()
+        tokens, logprobs = self._token_S[:num_rows].tolist(), self._lp_S[:num_rows].tolist()
+        return [tokens[place] for place in places], [logprobs[place] for place in places]
+
+    def _num_rows(self, num: int) -> int:
+        """3 -> 8, 9 -> 16, at most all slots."""
+        return min(self._decoder.num_slots, max(MIN_ROWS, 1 << (num - 1).bit_length()))
+
+    def _num_read(self, num: int) -> int:
+        """256 -> 256, 257 -> 512, at most the whole cache."""
+        return min(self._decoder.num_positions, -(-num // LENGTH_STEP) * LENGTH_STEP)
+
+    def _fill(
+        self,
+        feeds: Sequence[Feed],
+        temperatures: Sequence[float],
+        places: list[int],
+        num_rows: int,
+    ) -> None:
+        # Rows that fill the batch up write to the cache's last position, where no sequence comes.
+        unused = self._decoder.num_positions - 1
+        inputs = [[0, slot, unused] for slot in range(num_rows)]
+        heat = [0.0] * num_rows
+        for feed, temperature, place in zip(feeds, temperatures, places, strict=True):
+            inputs[place] = [feed.ids[-1], feed.slot, feed.start]
+            heat[place] = temperature
+        ids_B, slot_B, position_B = torch.tensor(inputs).T.contiguous().pin_memory()
+        self._ids_S[:num_rows].copy_(ids_B, non_blocking=True)
+        self._slot_S[:num_rows].copy_(slot_B, non_blocking=True)
+        self._position_S[:num_rows].copy_(position_B, non_blocking=True)
+        self._temperature_S[:num_rows].copy_(torch.tensor(heat).pin_memory(), non_blocking=True)
+        # Drawn outside the graphs, which would each need to know of the generator.
+        self._uniform_SV[:num_rows].uniform_(generator=self._generator)
+
+    def _capture(self, num_rows: int, num_read: int) -> torch.cuda.CUDAGraph:
+        # Kernels load and workspaces are made on their first run, which must not be captured. The
+        # step may be run as often as one likes: it writes the same keys and values each time.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run(num_rows, num_read)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local": a learner that allocates on another thread must not break the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._run(num_rows, num_read)
+        return graph
+
+    def _run(self, num_rows: int, num_read: int) -> None:
+        logits_BV = self._decoder.static_logits(
+            self._ids_S[:num_rows], self._slot_S[:num_rows], self._position_S[:num_rows], num_read
+        )
+        token_B, lp_B = sample(
+            logits_BV, self._temperature_S[:num_rows], self._uniform_SV[:num_rows]
+        )
+        self._token_S[:num_rows].copy_(token_B)
+        self._lp_S[:num_rows].copy_(lp_B)

@@ -1,0 +1,360 @@
+"""Llama-shaped networks over a static cache of keys and values, for `TorchPolicy`.
+
+The cache has a fixed number of slots; a sequence lives in one slot from its first token to its
+last. Two ways through the same layers:
+
+    logits         rows of any length, packed one behind another: prompts, and on a CPU single
+                   tokens too
+    static_logits  one token a row at fixed shapes, which a CUDA graph can replay
+
+Letters: `N` new tokens of all rows, `B` rows, `T` new tokens of one row, `S` slots, `M` cache
+positions, `L` positions read, `H` hidden width, `Q` query heads, `K` key/value heads, `G` = Q / K,
+`D` head width, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from leeway.replay.errors import ConfigurationError
+
+MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures that are decoded here: RMSNorm, rotary positions, grouped heads, SwiGLU."""
+POSITION_MULTIPLE: Final = 64
+"""The cache's length is rounded up to this many positions; attention kernels want a multiple
+of 8."""
+MAX_PADDING: Final = 8
+"""Rows are padded only as long as that makes no more than this many times their tokens."""
+
+
+class Feed(NamedTuple):
+    """New tokens of one row."""
+
+    slot: int
+    start: int
+    """Position of the first id; keys and values of all positions before it stand in the slot."""
+    ids: list[int]
+
+
+class _Layer(NamedTuple):
+    """Weights of one block. Tensors of the module itself: they change when it loads others."""
+
+    input_norm_H: Tensor
+    qkv: tuple[Tensor, Tensor | None]
+    """Weight and bias of the three projections, outputs side by side."""
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    out: tuple[Tensor, Tensor | None]
+    mlp_norm_H: Tensor
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+
+
+_Attend = Callable[[Tensor, int], Tensor]
+"""(queries [N, Q, D], number of the layer) -> what each token read [N, Q * D]."""
+
+
+class _Places(NamedTuple):
+    """Where tokens stand: slots [N], positions [N], cosines and signed sines [N, 1, D]."""
+
+    slot_N: Tensor
+    position_N: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class Decoder:
+    """The network of a transformers module, with `num_slots` sequences of cached keys and values.
+
+    The module's query, key and value weights become views of one tensor, and so do its gate and up
+    weights: one product instead of three. It goes on loading, saving and running as before, and
+    what `load_state_dict` copies into it is used here from the next call on; `assign=True`, and
+    moving the module, would part the two.
+    """
+
+    def __init__(self, model: torch.nn.Module, num_slots: int, max_len: int) -> None:
+        check_architecture(model, max_len)
+        network: Any = model
+        config = network.config
+        self._num_q = config.num_attention_heads
+        self._num_kv = config.num_key_value_heads
+        self._eps = config.rms_norm_eps
+        self._layers = [_layer(block) for block in network.model.layers]
+        self._embedding_VH: Tensor = network.model.embed_tokens.weight
+        self._norm_H: Tensor = network.model.norm.weight
+        self._head: Any = network.lm_head
+        self.device = self._embedding_VH.device
+        self.num_slots = num_slots
+        # One position more than a sequence has: rows that only fill a batch up write there.
+        self.num_positions = -(-(max_len + 1) // POSITION_MULTIPLE) * POSITION_MULTIPLE
+        self.vocab_size: int = self._head.weight.shape[0]
+        self._cos_MD, self._sin_MD = _rotary(network.model.rotary_emb, self)
+        head_width = self._cos_MD.shape[1]
+        # Zeros, not garbage: a masked position still meets a factor of 0, and 0 * nan is nan.
+        self._cache = torch.zeros(
+            (num_slots, len(self._layers), 2, self._num_kv, self.num_positions, head_width),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._layer_caches = self._cache.unbind(1)
+        self._scale = head_width**-0.5
+        self.pads_rows = self.device.type == "cuda"
+        """Whether `logits` attends with all rows at once, padded to the longest: few launches, for
+        arithmetic that a CPU could not hide."""
+        self._unread = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights, and of the cache."""
+        return self._embedding_VH.dtype
+
+    def copy(self, source: int, target: int, num_positions: int) -> None:
+        """Copy the first positions of one slot to another, in all layers."""
+        cache = self._cache[..., :num_positions, :]
+        cache[target] = cache[source]
+
+    def logits(self, feeds: Sequence[Feed]) -> Tensor:
+        """Logits [B, V] behind the last new token of each row; its keys and values are kept."""
+        ids = [i for feed in feeds for i in feed.ids]
+        slots = [feed.slot for feed in feeds for _ in feed.ids]
+        positions = [feed.start + t for feed in feeds for t in range(len(feed.ids))]
+        ids_N, slot_N, position_N = torch.tensor([ids, slots, positions], device=self.device)
+        places = self._places(slot_N, position_N)
+        x_NH = F.embedding(ids_N, self._embedding_VH)
+        attend = self._attention(feeds)
+        for i, layer in enumerate(self._layers[:-1]):
+            q_NQD = self._write(x_NH, layer, self._layer_caches[i], places)
+            x_NH = self._through(x_NH, attend(q_NQD, i), layer)
+        # Behind the last layer only the last token of each row is read. Of five layers, that saves
+        # a sixth of a prompt's work.
+        layer = self._layers[-1]
+        ends = [Feed(feed.slot, feed.start + len(feed.ids) - 1, feed.ids[-1:]) for feed in feeds]
+        attend = self._attention(ends)
+        lengths = [len(feed.ids) for feed in feeds]
+        end_B = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        q_BQD = self._write(x_NH, layer, self._layer_caches[-1], places)[end_B]
+        read_BH = attend(q_BQD, len(self._layers) - 1)
+        return self._head(self._norm(self._through(x_NH[end_B], read_BH, layer), self._norm_H))
+
+    def static_logits(
+        self, ids_B: Tensor, slot_B: Tensor, position_B: Tensor, num_read: int
+    ) -> Tensor:
+        """Logits [B, V] behind one token a row, of which none stands at `num_read` or later.
+
+        With as many rows as slots, row b must be slot b: the cache is then read where it lies.
+        Otherwise the rows' slots are copied together first.
+        """
+        reads_all = len(slot_B) == self.num_slots
+        allowed_BL = torch.arange(num_read, device=self.device) <= position_B[:, None]
+        mask_BL = torch.zeros_like(allowed_BL, dtype=self.dtype).masked_fill(
+            ~allowed_BL, -torch.inf
+        )
+
+        places = self._places(slot_B, position_B)
+        x_BH = F.embedding(ids_B, self._embedding_VH)
+        for layer, cache in zip(self._layers, self._layer_caches, strict=True):
+            # All G heads of a group ask from one position, so they are G queries of one head.
+            q_BKGD = self._write(x_BH, layer, cache, places).unflatten(1, (self._num_kv, -1))
+            kv = cache[..., :num_read, :] if reads_all else cache[..., :num_read, :][slot_B]
+            read_BKGD = F.scaled_dot_product_attention(
+                q_BKGD, kv[:, 0], kv[:, 1], attn_mask=mask_BL[:, None, None]
+            )
+            x_BH = self._through(x_BH, read_BKGD.flatten(1), layer)
+        return self._head(self._norm(x_BH, self._norm_H))
+
+    def _places(self, slot_N: Tensor, position_N: Tensor) -> _Places:
+        cos, sin = self._cos_MD[position_N], self._sin_MD[position_N]
+        return _Places(slot_N, position_N, cos[:, None], sin[:, None])
+
+    def _write(self, x_NH: Tensor, layer: _Layer, cache: Tensor, places: _Places) -> Tensor:
+        """Queries [N, Q, D] of the tokens; their keys and values go into the layer's cache."""
+        slot_N, position_N, cos, sin = places
+        qkv = F.linear(self._norm(x_NH, layer.input_norm_H), *layer.qkv)
+        qk, v_NKD = qkv.unflatten(1, (self._num_q + 2 * self._num_kv, -1)).split(
+            [self._num_q + self._num_kv, self._num_kv], dim=1
+        )
+        qk = _rotate(self._norm_heads(qk, layer), cos, sin)
+        cache[slot_N, 0, :, position_N] = qk[:, self._num_q :]
+        cache[slot_N, 1, :, position_N] = v_NKD
+        return qk[:, : self._num_q]
+
+    def _through(self, x_NH: Tensor, read_NH: Tensor, layer: _Layer) -> Tensor:
+        """The block's output, from its input and from what attention read [N, Q * D]."""
+        x_NH = x_NH + F.linear(read_NH, *layer.out)
+        gate, up = F.linear(self._norm(x_NH, layer.mlp_norm_H), *layer.gate_up).chunk(2, -1)
+        return x_NH + F.linear(F.silu(gate) * up, *layer.down)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+    def _norm_heads(self, qk_NXD: Tensor, layer: _Layer) -> Tensor:
+        """Norms of single heads, which Qwen3 has."""
+        if layer.q_norm_D is None or layer.k_norm_D is None:
+            return qk_NXD
+        q_NQD, k_NKD = qk_NXD.split([self._num_q, self._num_kv], dim=1)
+        return torch.cat(
+            [self._norm(q_NQD, layer.q_norm_D), self._norm(k_NKD, layer.k_norm_D)], dim=1
+        )
+
+    def _attention(self, feeds: Sequence[Feed]) -> _Attend:
+        num_tokens = sum(len(feed.ids) for feed in feeds)
+        num_padded = len(feeds) * max(len(feed.ids) for feed in feeds)
+        is_padded = self.pads_rows and num_padded <= MAX_PADDING * num_tokens
+        return self._padded(feeds) if is_padded else self._row_by_row(feeds)
+
+    def _row_by_row(self, feeds: Sequence[Feed]) -> _Attend:
+        lengths = [len(feed.ids) for feed in feeds]
+        # One view and one split for all layers, [K, L, D] each: with a small network, making views
+        # costs as much as the products.
+        kv_of_row = [
+            self._cache[feed.slot, ..., : feed.start + len(feed.ids), :].flatten(0, 1).unbind()
+            for feed in feeds
+        ]
+
+        def attend(q_NQD: Tensor, layer: int) -> Tensor:
+            rows = zip(q_NQD.split(lengths), kv_of_row, strict=True)
+            read = [self._attend_row(q, kv[2 * layer], kv[2 * layer + 1]) for q, kv in rows]
+            return torch.cat(read).flatten(1)
+
+        return attend
+
+    def _padded(self, feeds: Sequence[Feed]) -> _Attend:
+        num_new = max(len(feed.ids) for feed in feeds)
+        num_read = max(feed.start + len(feed.ids) for feed in feeds)
+        rows = [b for b, feed in enumerate(feeds) for _ in feed.ids]
+        nths = [t for feed in feeds for t in range(len(feed.ids))]
+        row_N, nth_N = torch.tensor([rows, nths], device=self.device)
+        slot_B, start_B = torch.tensor([feed[:2] for feed in feeds], device=self.device).T
+        position_BT = start_B[:, None] + torch.arange(num_new, device=self.device)
+        mask_BTL = torch.arange(num_read, device=self.device) <= position_BT[..., None]
+
+        def attend(q_NQD: Tensor, layer: int) -> Tensor:
+            q_BTQD = q_NQD.new_zeros(len(feeds), num_new, *q_NQD.shape[1:])
+            q_BTQD[row_N, nth_N] = q_NQD
+            kv = self._layer_caches[layer][..., :num_read, :][slot_B]
+            k_BQLD, v_BQLD = kv.repeat_interleave(self._num_q // self._num_kv, 2).unbind(1)
+            read_BQTD = F.scaled_dot_product_attention(
+                q_BTQD.transpose(1, 2), k_BQLD, v_BQLD, attn_mask=mask_BTL[:, None]
+            )
+            return read_BQTD.transpose(1, 2)[row_N, nth_N].flatten(1)
+
+        return attend
+
+    def _attend_row(self, q_TQD: Tensor, k_KLD: Tensor, v_KLD: Tensor) -> Tensor:
+        """What one row's last T tokens read [T, Q, D] of all its keys and values."""
+        num_new, start = len(q_TQD), k_KLD.shape[1] - len(q_TQD)
+        if num_new == 1:
+            # Two products are faster here than the fused kernel, which is made for many queries.
+            q_KGD = q_TQD.view(self._num_kv, -1, q_TQD.shape[-1])
+            score_KGL = torch.baddbmm(self._unread, q_KGD, k_KLD.mT, beta=0, alpha=self._scale)
+            return torch.bmm(score_KGL.softmax(-1), v_KLD).view(q_TQD.shape)
+        read_QTD = F.scaled_dot_product_attention(
+            q_TQD.transpose(0, 1)[None],
+            k_KLD.repeat_interleave(self._num_q // self._num_kv, 0)[None],
+            v_KLD.repeat_interleave(self._num_q // self._num_kv, 0)[None],
+            attn_mask=_causal_TL(num_new, start, k_KLD.device) if start else None,
+            is_causal=start == 0,
+        )[0]
+        return read_QTD.transpose(0, 1)
+
+
+class EagerStep:
+    """Next tokens of several rows, and their log-probs."""
+
+    def __init__(self, decoder: Decoder, generator: torch.Generator) -> None:
+        self._decoder = decoder
+        self._generator = generator
+
+    def __call__(
+        self, feeds: Sequence[Feed], temperatures: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        """`temperatures` are 0 or 1, one a row."""
+        logits_BV = self._decoder.logits(feeds)
+        device = logits_BV.device
+        uniform_BV = torch.rand(logits_BV.shape, generator=self._generator, device=device)
+        token_B, lp_B = sample(logits_BV, torch.tensor(temperatures, device=device), uniform_BV)
+        return token_B.tolist(), lp_B.tolist()
+
+
+def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [B] and their log-probs [B] at temperature 1.
+
+    Gumbel-max: exact samples at temperature 1, the mode at 0. `uniform_BV` is in [0, 1).
+    """
+    lp_BV = logits_BV.float().log_softmax(-1)
+    gumbel_BV = -torch.log(-torch.log(uniform_BV.clamp(1e-20, 1 - 1e-7)))
+    token_B = torch.addcmul(lp_BV, gumbel_BV, temperature_B[:, None]).argmax(-1)
+    return token_B, lp_BV.gather(1, token_B[:, None])[:, 0]
+
+
+def check_architecture(model: torch.nn.Module, max_len: int) -> None:
+    """Raise ConfigurationError for a network that would not be decoded right."""
+    config: Any = model.config
+    window = getattr(config, "sliding_window", None)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    problem = None
+    if config.model_type not in MODEL_TYPES:
+        problem = f"the architecture {config.model_type!r}"
+    elif config.hidden_act != "silu":
+        problem = f"{config.model_type!r} with the activation {config.hidden_act!r}"
+    elif window is not None and window < max_len:
+        problem = f"{config.model_type!r} with a sliding window of {window} tokens"
+    elif rope in ("dynamic", "longrope") and config.max_position_embeddings < max_len:
+        problem = f"{config.model_type!r} with {rope} positions beyond its original length"
+    if problem:
+        raise ConfigurationError(
+            f'the torch policy cannot decode {problem}; set policy.backend = "vllm"'
+        )
+
+
+def _layer(block: Any) -> _Layer:
+    attention, mlp = block.self_attn, block.mlp
+    return _Layer(
+        input_norm_H=block.input_layernorm.weight,
+        qkv=_side_by_side(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm_D=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        k_norm_D=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+        out=(attention.o_proj.weight, attention.o_proj.bias),
+        mlp_norm_H=block.post_attention_layernorm.weight,
+        gate_up=_side_by_side(mlp.gate_proj, mlp.up_proj),
+        down=(mlp.down_proj.weight, mlp.down_proj.bias),
+    )
+
+
+def _side_by_side(*linears: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """One weight and bias of which those of `linears` become views."""
+    weight = _joined([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return weight, _joined(biases) if biases else None
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    joined = torch.cat([parameter.data for parameter in parameters])
+    parts = joined.split([len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part
+    return joined
+
+
+def _rotary(rotary_emb: Any, decoder: Decoder) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [M, D] of all positions; see _rotate for the sign."""
+    positions = torch.arange(decoder.num_positions, device=decoder.device)[None]
+    like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
+    cos_MD, sin_MD = (table[0] for table in rotary_emb(like, positions))
+    half = sin_MD.shape[1] // 2
+    return cos_MD, torch.cat([-sin_MD[:, :half], sin_MD[:, half:]], dim=1)
+
+
+def _rotate(x_NXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotary positions: the halves (a, b) of a head become (a cos - b sin, b cos + a sin)."""
+    return torch.addcmul(x_NXD * cos, x_NXD.roll(x_NXD.shape[-1] // 2, -1), signed_sin)
+
+
+def _causal_TL(num_new: int, start: int, device: torch.device) -> Tensor:
+    """2 new tokens behind 3 -> [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]."""
+    return torch.ones(num_new, start + num_new, dtype=torch.bool, device=device).tril(start)

@@ -1,0 +1,423 @@
+"""The decoder against transformers, and what TorchPolicy builds on it."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from leeway.actors.config import PolicyConfig, bundled_dir
+from leeway.actors.decoder import Decoder, Feed, sample
+from leeway.actors.failures import EngineError
+from leeway.actors.policy import Completion, CompletionRequest
+from leeway.actors.search.protocol import STOP, TAGS
+from leeway.actors.slots import MIN_PREFIX_TOKENS, Prefix, Slots
+from leeway.actors.stops import StopFinder
+from leeway.actors.tokens import Tokens, write_byte_tokenizer
+from leeway.actors.torch_policy import TorchPolicy
+from leeway.replay.errors import ConfigurationError
+from leeway.replay.schema import PolicyVersion
+
+MAX_LEN = 96
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS: dict[str, tuple[type, dict[str, object]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied": (LlamaConfig, {"tie_word_embeddings": True, "head_dim": 32}),
+    "llama-biased": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama-scaled-rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-ungrouped": (LlamaConfig, {"num_key_value_heads": 4}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+}
+SLOT_OF_ROW = (2, 0, 3)
+
+
+def build_model(name: str = "llama", seed: int = 0, **changes: object) -> Any:
+    kind, more = CONFIGS[name]
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(kind(**{**sizes, **more, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases are zero at the start, norms one
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def oracle(model: Any, ids: list[int]) -> torch.Tensor:
+    """Log-probs [L, V] behind every token, by transformers."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def random_rows(vocabulary: int = 97) -> list[list[int]]:
+    return [random.Random(n).choices(range(vocabulary), k=n) for n in (5, 17, 60)]
+
+
+def static(decoder: Decoder, rows: list[list[int]], slots: tuple[int, ...]) -> torch.Tensor:
+    last = torch.tensor([row[-1] for row in rows])
+    position = torch.tensor([len(row) - 1 for row in rows])
+    return decoder.static_logits(last, torch.tensor(slots), position, 64).log_softmax(-1)
+
+
+# ---- the network
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_log_probs_are_those_of_transformers(name: str):
+    model, rows = build_model(name), random_rows()
+    expected = torch.stack([oracle(model, row)[-1] for row in rows])
+    before = torch.stack([oracle(model, row)[-2] for row in rows])
+    decoder = Decoder(model, num_slots=4, max_len=MAX_LEN)
+
+    prompts = [Feed(s, 0, row[:-1]) for s, row in zip(SLOT_OF_ROW, rows, strict=True)]
+    torch.testing.assert_close(decoder.logits(prompts).log_softmax(-1), before, atol=1e-4, rtol=0)
+    singles = [Feed(s, len(row) - 1, row[-1:]) for s, row in zip(SLOT_OF_ROW, rows, strict=True)]
+    torch.testing.assert_close(decoder.logits(singles).log_softmax(-1), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(static(decoder, rows, SLOT_OF_ROW), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_static_step_of_all_slots_reads_the_cache_where_it_lies():
+    model, rows = build_model(), random_rows()
+    decoder = Decoder(model, num_slots=3, max_len=MAX_LEN)
+    decoder.logits([Feed(b, 0, row[:-1]) for b, row in enumerate(rows)])
+    expected = torch.stack([oracle(model, row)[-1] for row in rows])
+    torch.testing.assert_close(static(decoder, rows, (0, 1, 2)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("pads_rows", [False, True])
+@torch.inference_mode()
+def test_rows_of_any_length_and_start_go_through_together(pads_rows: bool):
+    model, rows = build_model(), random_rows()
+    decoder = Decoder(model, num_slots=4, max_len=MAX_LEN)
+    decoder.pads_rows = pads_rows
+    decoder.logits([Feed(1, 0, rows[1][:-1]), Feed(2, 0, rows[2][:20])])
+    logits = decoder.logits(
+        [Feed(0, 0, rows[0]), Feed(1, len(rows[1]) - 1, rows[1][-1:]), Feed(2, 20, rows[2][20:])]
+    )
+    expected = torch.stack([oracle(model, row)[-1] for row in rows])
+    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_copied_beginning_serves_as_if_computed():
+    model, ids = build_model(), random_rows()[2]
+    decoder = Decoder(model, num_slots=2, max_len=MAX_LEN)
+    decoder.logits([Feed(0, 0, ids[:30])])
+    decoder.copy(0, 1, 25)
+    logits = decoder.logits([Feed(1, 25, ids[25:])])
+    torch.testing.assert_close(logits[0].log_softmax(-1), oracle(model, ids)[-1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-biased", "qwen3"])
+@torch.inference_mode()
+def test_weights_that_the_module_loads_are_used_at_once(name: str):
+    model, other, ids = build_model(name), build_model(name, seed=1), random_rows()[1]
+    decoder = Decoder(model, num_slots=1, max_len=MAX_LEN)
+    model.load_state_dict({n: p.clone() for n, p in other.named_parameters()}, strict=False)
+    logits = decoder.logits([Feed(0, 0, ids)])
+    torch.testing.assert_close(logits[0].log_softmax(-1), oracle(other, ids)[-1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(oracle(model, ids), oracle(other, ids))
+
+
+def test_an_architecture_that_is_not_known_is_refused_by_name():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=97))
+    with pytest.raises(ConfigurationError, match=r"'gpt2'; set policy\.backend = \"vllm\""):
+        Decoder(model, num_slots=1, max_len=MAX_LEN)
+
+
+def test_a_sliding_window_is_refused_unless_no_sequence_reaches_it():
+    model = build_model("mistral", sliding_window=50)
+    Decoder(model, num_slots=1, max_len=50)
+    with pytest.raises(ConfigurationError, match="sliding window of 50"):
+        Decoder(model, num_slots=1, max_len=51)
+
+
+def test_sampling_follows_the_softmax_and_temperature_zero_the_mode():
+    logits_BV = torch.tensor([[1.0, 3.0, 2.0]]).expand(20_000, 3)
+    uniform = torch.rand(logits_BV.shape, generator=torch.Generator().manual_seed(0))
+    token_B, lp_B = sample(logits_BV, torch.ones(20_000), uniform)
+    share_V = torch.bincount(token_B, minlength=3) / 20_000
+    # softmax([1, 3, 2]); four standard errors of a share of 0.67 are 0.013
+    torch.testing.assert_close(share_V, torch.tensor([0.090, 0.665, 0.245]), atol=0.014, rtol=0)
+    assert lp_B[token_B == 1][0].item() == pytest.approx(-0.4076, abs=1e-4)
+    greedy_B, lp_B = sample(logits_BV[:9], torch.zeros(9), uniform[:9])
+    assert greedy_B.tolist() == [1] * 9
+    assert lp_B[0].item() == pytest.approx(-0.4076, abs=1e-4)
+
+
+# ---- slots
+
+LONG = list(range(20))
+V0, V1 = PolicyVersion(0), PolicyVersion(1)
+
+
+def test_the_next_turn_gets_the_slot_of_the_turn_before():
+    slots = Slots(3)
+    assert [slots.take([7] * 20, V0), slots.take(LONG, V0)] == [0, 1]
+    slots.release(1, [*LONG, 50, 51], V0)
+    turn = [*LONG, 50, 51, 60, 61]
+    prefix = slots.longest_prefix(turn, V0, pending=())
+    assert prefix == Prefix(slot=1, num_tokens=22)
+    assert slots.take(turn, V0, prefix) == 1
+    # A slot in use is copied from.
+    assert slots.longest_prefix([*turn, 1], V0, pending=()) == Prefix(1, 24)
+    assert slots.take([*turn, 1], V0, Prefix(1, 24)) == 2
+
+
+def test_a_prompt_that_stands_whole_still_leaves_its_last_token_to_compute():
+    slots = Slots(1)
+    slots.release(slots.take(LONG, V0), LONG, V0)
+    assert slots.longest_prefix(LONG, V0, pending=()) == Prefix(0, 19)
+
+
+@pytest.mark.parametrize("computed_by", [V0, None])
+def test_other_versions_and_mixtures_are_never_reused(computed_by: PolicyVersion | None):
+    slots = Slots(2)
+    slots.release(slots.take(LONG, V0), LONG, computed_by)
+    assert slots.longest_prefix(LONG, V1, pending=()) is None
+
+
+def test_a_common_beginning_of_few_tokens_is_not_worth_a_copy():
+    slots = Slots(1)
+    slots.take(LONG, V0)
+    enough = [*LONG[:MIN_PREFIX_TOKENS], 99]
+    assert slots.longest_prefix(enough, V0, pending=()) == Prefix(0, MIN_PREFIX_TOKENS)
+    assert slots.longest_prefix(enough[1:], V0, pending=()) is None
+
+
+def test_of_equal_beginnings_one_that_is_computed_already_wins():
+    slots = Slots(3)
+    slots.take(LONG, V0), slots.take(LONG, V0)
+    assert slots.longest_prefix(LONG, V0, pending={0}) == Prefix(1, 19)
+    assert slots.longest_prefix(LONG, V0, pending={1}) == Prefix(0, 19)
+
+
+# ---- stop strings
+
+
+@pytest.fixture(scope="module")
+def byte_tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, TAGS)
+    return Tokens.load(folder)
+
+
+STOPS = [STOP, ("ab", "b€"), ("\n\n",), ("€",), (" x",), ("> <",), ()]
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+@pytest.mark.parametrize("kind", ["bytes", "bundled"])
+def test_no_stop_string_is_missed_however_its_tokens_fall(
+    stop: tuple[str, ...], kind: str, byte_tokens: Tokens
+):
+    tokens = byte_tokens if kind == "bytes" else Tokens.load(bundled_dir() / "model")
+    finder, rng = StopFinder(tokens, tokens.vocab_size), random.Random(0)
+    pieces = [*stop, "a", "b", "x ", "€", "\n", "</sea", "rch>", "</", "answer", ">", " "]
+    for _ in range(60):
+        text = "".join(rng.choices(pieces, k=12))
+        ids = tokens.encode(text[:5]) + tokens.encode(text[5:9]) + tokens.encode(text[9:])
+        ids.insert(rng.randrange(len(ids)), rng.randrange(tokens.vocab_size))
+        lengths = range(1, len(ids) + 1)
+        first = next((n for n in lengths if finder.is_complete(ids[:n], stop)), None)
+        scanned = [n for n in lengths if any(s in tokens.decode(ids[:n]) for s in stop)]
+        assert first == (scanned[0] if scanned else None)
+
+
+# ---- the policy
+
+
+class Playground:
+    """A policy over a tiny model whose vocabulary is the byte tokenizer's."""
+
+    def __init__(self, tokens: Tokens, **config: int) -> None:
+        self.tokens = tokens
+        self.model = build_model(vocab_size=tokens.vocab_size)
+        settings = {"max_model_len": MAX_LEN, "max_num_seqs": 4, **config}
+        self.policy = TorchPolicy(
+            self.model, tokens, PolicyConfig(backend="torch", **settings), seed=0, version=V0
+        )
+        self.fed: list[Feed] = []
+        logits = self.policy._decoder.logits
+
+        def watched(feeds: list[Feed]) -> torch.Tensor:
+            self.fed += [feed for feed in feeds if len(feed.ids) > 1]
+            return logits(feeds)
+
+        self.policy._decoder.logits = watched  # type: ignore[method-assign]
+
+    async def complete(self, prompt_ids: list[int], max_tokens: int = 8, **more: Any) -> Completion:
+        request = {"request_id": "r", "temperature": 0.0, **more}
+        return await self.policy.complete(
+            CompletionRequest(prompt_ids=prompt_ids, max_tokens=max_tokens, **request)
+        )
+
+    def check(self, prompt_ids: list[int], completion: Completion) -> None:
+        """The log-probs are those of the model as it is now."""
+        ids = completion.token_ids
+        lp_TV = oracle(self.model, prompt_ids + ids)[len(prompt_ids) - 1 : -1]
+        expected = lp_TV.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.fixture
+async def playground(byte_tokens: Tokens) -> AsyncIterator[Playground]:
+    ground = Playground(byte_tokens)
+    yield ground
+    await ground.policy.close()
+
+
+async def test_rows_that_decode_together_have_the_log_probs_they_have_alone(playground: Playground):
+    prompts = [row for row in random_rows(200) for _ in range(3)]
+    completions = await asyncio.gather(
+        *(playground.complete(prompt, temperature=1.0) for prompt in prompts)
+    )
+    assert len({tuple(completion.token_ids) for completion in completions}) > 3
+    for prompt, completion in zip(prompts, completions, strict=True):
+        playground.check(prompt, completion)
+
+
+async def test_the_next_turn_computes_only_what_is_new(playground: Playground):
+    prompt = random_rows(200)[1]
+    first = await playground.complete(prompt)
+    turn = [*prompt, *first.token_ids, 5, 6, 7]
+    second = await playground.complete(turn)
+    # The last sampled token was never fed, so it is computed with the observation.
+    start = len(prompt) + len(first.token_ids) - 1
+    assert [(feed.start, len(feed.ids)) for feed in playground.fed] == [(0, 17), (start, 4)]
+    playground.check(turn, second)
+
+
+async def test_siblings_share_their_prompt(playground: Playground):
+    prompt = random_rows(200)[1]
+    completions = await asyncio.gather(
+        *(playground.complete(prompt, temperature=1.0) for _ in range(4))
+    )
+    assert [(feed.start, len(feed.ids)) for feed in playground.fed] == [(0, 17)]
+    for completion in completions:
+        playground.check(prompt, completion)
+
+
+async def test_keys_and_values_of_older_weights_are_not_reused(playground: Playground):
+    prompt = random_rows(200)[1]
+    await playground.complete(prompt)
+    other = build_model(seed=1, vocab_size=playground.tokens.vocab_size)
+    playground.policy.load(dict(other.named_parameters()), V1)
+    second = await playground.complete([*prompt, 5])
+    assert [feed.start for feed in playground.fed] == [0, 0]
+    playground.check([*prompt, 5], second)
+
+
+async def test_a_row_that_saw_two_versions_leaves_nothing_to_reuse(playground: Playground):
+    prompt = random_rows(200)[1]
+    running = asyncio.create_task(playground.complete(prompt, max_tokens=60))
+    while not playground.fed:
+        await asyncio.sleep(0)
+    playground.policy.load({}, V1)
+    first = await running
+    assert set(first.versions) == {V0, V1}
+    await playground.complete(prompt + first.token_ids[:2])
+    assert [feed.start for feed in playground.fed] == [0, 0]
+
+
+async def test_a_short_request_sent_while_a_long_one_runs_ends_first(playground: Playground):
+    ended: list[str] = []
+
+    async def run(name: str, max_tokens: int) -> None:
+        await playground.complete([3] * 10, max_tokens)
+        ended.append(name)
+
+    long = asyncio.create_task(run("long", 80))
+    while not playground.fed:
+        await asyncio.sleep(0)
+    await asyncio.gather(long, run("short", 2))
+    assert ended == ["short", "long"]
+
+
+async def test_more_requests_than_slots_are_all_answered(playground: Playground):
+    prompts = [[i] * 10 for i in range(30)]
+    completions = await asyncio.gather(*(playground.complete(prompt) for prompt in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        playground.check(prompt, completion)
+
+
+async def test_a_cancelled_request_frees_its_slot(byte_tokens: Tokens):
+    ground = Playground(byte_tokens, max_num_seqs=1, max_model_len=4096)
+    long = asyncio.create_task(ground.complete([3] * 10, 4000))
+    while not ground.fed:
+        await asyncio.sleep(0)
+    long.cancel()
+    completion = await asyncio.wait_for(ground.complete([4] * 10, 4), 10)
+    assert len(completion.token_ids) == 4
+    await ground.policy.close()
+
+
+async def test_the_full_context_ends_a_request(playground: Playground):
+    prompt = [3] * (MAX_LEN - 3)
+    completion = await playground.complete(prompt, 50)
+    assert (len(completion.token_ids), completion.finish) == (3, "length")
+    playground.check(prompt, completion)
+
+
+async def test_close_fails_what_runs_and_what_waits(byte_tokens: Tokens):
+    ground = Playground(byte_tokens, max_num_seqs=1, max_model_len=4096)
+    tasks = [asyncio.create_task(ground.complete([3] * 10, 4000)) for _ in range(3)]
+    while not ground.fed:
+        await asyncio.sleep(0)
+    await ground.policy.close()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineError] * 3
+    with pytest.raises(EngineError, match="closed"):
+        await ground.complete([3])
+
+
+async def test_a_step_that_fails_fails_its_requests_and_no_later_one(playground: Playground):
+    decoder = playground.policy._decoder
+    works = decoder.logits
+
+    def broken(feeds: list[Feed]) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    decoder.logits = broken  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="out of memory"):
+        await playground.complete([3] * 10)
+    decoder.logits = works  # type: ignore[method-assign]
+    playground.check([3] * 10, await playground.complete([3] * 10))
+
+
+async def test_the_bundled_policy_starts():
+    config = PolicyConfig(backend="torch", max_num_seqs=2)
+    policy = await TorchPolicy.start(bundled_dir() / "model", config, seed=0, version=V0)
+    assert await policy.version() == 0
+    await policy.close()
