@@ -14,7 +14,7 @@ class PolicyConfig(FrozenModel):
     """The engine that samples tokens. Keys of the `[policy]` table."""
 
     backend: Literal["vllm", "torch"] = "vllm"
-    """`vllm` serves; `torch` decodes in the replica with plain transformers (slow; for tests and
+    """`vllm` serves; `torch` decodes in the replica itself, Llama-shaped models only (for tests and
     experiments)."""
     num_replicas: int = Field(default=1, ge=1)
     """Engines, each a Ray Serve replica."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from leeway.replay.schema import PolicyVersion
 
 MIN_PREFIX_TOKENS: Final = 8
@@ -27,12 +29,14 @@ class Prefix(NamedTuple):
 
 
 class Slots:
-    """The book of a cache's slots. Holds no tensors."""
+    """The book of a cache's slots of `max_len` tokens. Holds no tensors."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, max_len: int) -> None:
         self._free = list(range(num_slots))
         """Longest free first, so that the latest turns stay readable longest."""
-        self._ids: list[list[int]] = [[] for _ in range(num_slots)]
+        # One array, so that a prompt is compared with all slots at once: in a loop over ids that
+        # took longer than a decoding step. -1 stands behind the ids of a slot.
+        self._ids = np.full((num_slots, max_len + 1), -1, np.int32)
         self._versions: list[PolicyVersion | None] = [None] * num_slots
         """Version that computed all of the slot's ids; None if there were several."""
 
@@ -49,14 +53,14 @@ class Slots:
         The prompt's last token is never part of it: somebody has to compute what comes next. Of
         equals, a slot in `pending`, which is yet to be computed, comes last.
         """
-        wanted = prompt_ids[:-1]
-        found = [
-            Prefix(slot, _num_common(ids, wanted))
-            for slot, ids in enumerate(self._ids)
-            if self._versions[slot] == version
-        ]
-        best = max(found, key=lambda p: (p.num_tokens, p.slot not in pending), default=None)
-        return best if best is not None and best.num_tokens >= MIN_PREFIX_TOKENS else None
+        current = [slot for slot, held in enumerate(self._versions) if held == version]
+        if not current or len(prompt_ids) <= MIN_PREFIX_TOKENS:
+            return None
+        # The prompt's last token differs from anything, so every row has a first difference.
+        wanted = np.array([*prompt_ids[:-1], -2], np.int32)
+        common = (self._ids[current, : len(wanted)] != wanted).argmax(axis=1).tolist()
+        longest = max(zip(common, (slot not in pending for slot in current), current, strict=True))
+        return Prefix(longest[2], longest[0]) if longest[0] >= MIN_PREFIX_TOKENS else None
 
     def take(
         self, prompt_ids: list[int], version: PolicyVersion, prefix: Prefix | None = None
@@ -65,18 +69,15 @@ class Slots:
         is_own = prefix is not None and prefix.slot in self._free
         slot = prefix.slot if prefix is not None and is_own else self._free[0]
         self._free.remove(slot)
-        self._ids[slot], self._versions[slot] = prompt_ids, version
+        self._hold(slot, prompt_ids, version)
         return slot
 
     def release(self, slot: int, ids: list[int], version: PolicyVersion | None) -> None:
         """Free a slot whose keys and values stand for `ids`, computed by `version` alone if any."""
-        self._ids[slot], self._versions[slot] = ids, version
+        self._hold(slot, ids, version)
         self._free.append(slot)
 
-
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """[1, 2, 3] and [1, 2, 4, 5] -> 2."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    def _hold(self, slot: int, ids: Sequence[int], version: PolicyVersion | None) -> None:
+        self._ids[slot, : len(ids)] = ids
+        self._ids[slot, len(ids) :] = -1
+        self._versions[slot] = version

@@ -39,6 +39,8 @@ from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
 from leeway.replay.schema import PolicyVersion
 
+PREFILL_EVERY: Final = 6
+"""Decoding steps between two steps over prompts on a GPU, as long as anything is decoded there."""
 MAX_PREFILL_TOKENS: Final = 2048
 """Prompts stop joining a step beyond this many tokens, so that running rows wait no longer."""
 
@@ -117,7 +119,8 @@ class TorchPolicy:
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
-        self._slots = Slots(config.max_num_seqs)
+        self._slots = Slots(config.max_num_seqs, config.max_model_len)
+        self._num_steps_since_prefill = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="leeway-decode", daemon=True)
         self._thread.start()
@@ -245,21 +248,31 @@ class TorchPolicy:
             row.fail(error)
         self._rows.clear()
         self._waiting.clear()
-        self._slots = Slots(self._config.max_num_seqs)
+        self._slots = Slots(self._config.max_num_seqs, self._config.max_model_len)
 
     @torch.inference_mode()
     def _step(self) -> None:
         """Begin what waits, as far as there is room, then sample one token for every row."""
         self._drop_cancelled()
-        with self._weights():
-            feeds = self._admit()
-            if feeds:
-                begun = self._rows[-len(feeds) :]
-                self._sample(self._prefill_step, begun, feeds)
+        if self._may_admit():
+            with self._weights():
+                self._prefill()
         with self._weights():
             if self._rows:
                 feeds = [row.next_feed() for row in self._rows]
                 self._sample(self._decode_step, self._rows, feeds)
+
+    def _may_admit(self) -> bool:
+        """On a GPU prompts wait for each other: a step over one costs as much as over thirty."""
+        self._num_steps_since_prefill += 1
+        wait = PREFILL_EVERY if isinstance(self._decode_step, GraphStep) else 1
+        return not self._rows or self._num_steps_since_prefill >= wait
+
+    def _prefill(self) -> None:
+        feeds = self._admit()
+        if feeds:
+            self._num_steps_since_prefill = 0
+            self._sample(self._prefill_step, self._rows[-len(feeds) :], feeds)
 
     def _drop_cancelled(self) -> None:
         for row in [row for row in self._rows if row.future.cancelled()]:

@@ -25,8 +25,9 @@ CHUNK_BYTES: Final = 512 << 20
 
 Much smaller chunks are slow: each reads and writes the whole V x H gradient of the head."""
 
-CPU_CHUNK_BYTES: Final = 256 << 20
-"""The same on a CPU, which is as fast from 128 MiB on."""
+CPU_CHUNK_BYTES: Final = 192 << 20
+"""The same on a CPU, which is as fast from 128 MiB on; of float32, because its half-precision
+products are summed up in a float32 buffer of that size."""
 
 CACHE_BYTES: Final = 1 << 20
 """Logits that a thread of a CPU takes through log-softmax, exp and entropy at a time: written to
@@ -62,8 +63,9 @@ class Head:
 
     def chunk_tokens(self, dtype: torch.dtype) -> int:
         """Rows of logits in a chunk."""
-        size = CHUNK_BYTES if self.weight_VH.is_cuda else CPU_CHUNK_BYTES
-        return max(1, size // (dtype.itemsize * self.weight_VH.shape[0]))
+        if self.weight_VH.is_cuda:
+            return max(1, CHUNK_BYTES // (dtype.itemsize * self.weight_VH.shape[0]))
+        return max(1, CPU_CHUNK_BYTES // (max(4, dtype.itemsize) * self.weight_VH.shape[0]))
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ def with_clipped(batch: PackedBatch, lp_T: Tensor, a_T: Tensor, clipped_T: Tenso
 def run(*, quick: bool) -> BenchResult:
     """The bundled policy; on a GPU also random weights in the shape of Qwen2-0.5B."""
     on = "cuda" if torch.cuda.is_available() else "cpu"
-    num_trajectories, repeats = (48, 2) if quick else (128, 7)
+    num_trajectories, repeats = (32, 2) if quick else (128, 7)
     ways = ("turns",) if quick else ("turns", "single tokens")
     bundled = load_model(model_dir("bundled"), on)
     measured = _measure("bundled policy", bundled, num_trajectories, repeats, ways)

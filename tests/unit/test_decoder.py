@@ -184,7 +184,7 @@ V0, V1 = PolicyVersion(0), PolicyVersion(1)
 
 
 def test_the_next_turn_gets_the_slot_of_the_turn_before():
-    slots = Slots(3)
+    slots = Slots(3, 64)
     assert [slots.take([7] * 20, V0), slots.take(LONG, V0)] == [0, 1]
     slots.release(1, [*LONG, 50, 51], V0)
     turn = [*LONG, 50, 51, 60, 61]
@@ -197,20 +197,20 @@ def test_the_next_turn_gets_the_slot_of_the_turn_before():
 
 
 def test_a_prompt_that_stands_whole_still_leaves_its_last_token_to_compute():
-    slots = Slots(1)
+    slots = Slots(1, 64)
     slots.release(slots.take(LONG, V0), LONG, V0)
     assert slots.longest_prefix(LONG, V0, pending=()) == Prefix(0, 19)
 
 
 @pytest.mark.parametrize("computed_by", [V0, None])
 def test_other_versions_and_mixtures_are_never_reused(computed_by: PolicyVersion | None):
-    slots = Slots(2)
+    slots = Slots(2, 64)
     slots.release(slots.take(LONG, V0), LONG, computed_by)
     assert slots.longest_prefix(LONG, V1, pending=()) is None
 
 
 def test_a_common_beginning_of_few_tokens_is_not_worth_a_copy():
-    slots = Slots(1)
+    slots = Slots(1, 64)
     slots.take(LONG, V0)
     enough = [*LONG[:MIN_PREFIX_TOKENS], 99]
     assert slots.longest_prefix(enough, V0, pending=()) == Prefix(0, MIN_PREFIX_TOKENS)
@@ -218,7 +218,7 @@ def test_a_common_beginning_of_few_tokens_is_not_worth_a_copy():
 
 
 def test_of_equal_beginnings_one_that_is_computed_already_wins():
-    slots = Slots(3)
+    slots = Slots(3, 64)
     slots.take(LONG, V0), slots.take(LONG, V0)
     assert slots.longest_prefix(LONG, V0, pending={0}) == Prefix(1, 19)
     assert slots.longest_prefix(LONG, V0, pending={1}) == Prefix(0, 19)
