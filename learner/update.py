@@ -19,6 +19,7 @@ from leeway.learner.objective.advantage import whiten as whitened
 from leeway.learner.objective.correction import correction_weight
 from leeway.learner.objective.loss import Tokens
 from leeway.learner.objective.presets import Objective
+from leeway.learner.objective.ratio import segment_size, spread
 from leeway.learner.objective.reduce import reduce_weight
 
 
@@ -71,10 +72,7 @@ def build_update(
     _check_finite(batch, a_T, "advantage")
     segments, behaviour_T = batch.segments, batch.behaviour_T
     minibatches = _minibatches(len(batch.trajectories), num_minibatches, version)
-    weight_T = torch.zeros(batch.num_tokens)
-    for trajectories in minibatches:
-        token_S = tokens_of(batch, trajectories)
-        weight_T[token_S] = reduce_weight(objective.reduce, segments.take(token_S))
+    weight_T = _weights(batch, objective, minibatches)
     correction_T = None
     if objective.correction != "none":
         assert proximal_T is not None, "the correction needs log-probs at the start of the step"
@@ -84,6 +82,20 @@ def build_update(
     old_T = behaviour_T if proximal_T is None else proximal_T
     tokens = Tokens(old_T, a_T.float(), weight_T, segments, correction_T)
     return Update(batch, tokens, minibatches, targets)
+
+
+def _weights(
+    batch: PackedBatch, objective: Objective, minibatches: tuple[tuple[int, ...], ...]
+) -> Tensor:
+    """[T] reduce weights, with the denominators of each token's minibatch."""
+    segments = batch.segments
+    if len(minibatches) == 1:
+        return reduce_weight(objective.reduce, segments)
+    weight_T = torch.zeros(batch.num_tokens)
+    for trajectories in minibatches:
+        token_S = tokens_of(batch, trajectories)
+        weight_T[token_S] = reduce_weight(objective.reduce, segments.take(token_S))
+    return weight_T
 
 
 def tokens_of(batch: PackedBatch, trajectories: tuple[int, ...]) -> Tensor:
@@ -115,7 +127,7 @@ def _advantages(
         assert value_T is not None, "the advantage needs a critic's values"
         _check_finite(batch, value_T, "value")
         by = _by_turn if objective.advantage == "gae-turn" else _by_token
-        a_T, targets = by(batch, objective, value_T.double())
+        a_T, targets = by(batch, objective, value_T)
     return (whitened(a_T) if objective.whiten else a_T), targets
 
 
@@ -123,19 +135,19 @@ def _without_critic(batch: PackedBatch, objective: Objective) -> Tensor:
     if objective.advantage == "group-turn" and batch.has_turn_rewards:
         group_of_K = batch.group_of_B[batch.trajectory_of_K]
         a_K = turn_advantage(batch.turn_reward_K, group_of_K, batch.turn_index_K)
-        return a_K[batch.segments.turn_of_T]
+        return spread(a_K, batch.segments.turn_of_T)
     kind = "group" if objective.advantage == "group-turn" else objective.advantage
     a_B = trajectory_advantage(kind, batch.reward_B, batch.group_of_B, len(batch.groups))
-    return a_B[batch.segments.trajectory_of_T]
+    return spread(a_B, batch.segments.trajectory_of_T)
 
 
 def _by_token(
     batch: PackedBatch, objective: Objective, value_T: Tensor
 ) -> tuple[Tensor, ValueTargets]:
-    segments = batch.segments
-    is_last_T = torch.ones(batch.num_tokens, dtype=torch.bool)
-    is_last_T[:-1] = segments.turn_of_T[:-1] != segments.turn_of_T[1:]
-    reward_T = torch.where(is_last_T, batch.turn_reward_K[segments.turn_of_T], 0.0)
+    value_T, segments = value_T.double(), batch.segments
+    turn_N, first_N, size_N = _turns_with_tokens(batch)
+    reward_T = torch.zeros_like(value_T)
+    reward_T[first_N + size_N - 1] = batch.turn_reward_K[turn_N]
     estimate = gae(
         reward_T, value_T, segments.trajectory_of_T, objective.gamma, objective.gae_lambda
     )
@@ -146,19 +158,25 @@ def _by_turn(
     batch: PackedBatch, objective: Objective, value_T: Tensor
 ) -> tuple[Tensor, ValueTargets]:
     segments = batch.segments
-    is_first_T = torch.ones(batch.num_tokens, dtype=torch.bool)
-    is_first_T[1:] = segments.turn_of_T[1:] != segments.turn_of_T[:-1]
-    token_N = is_first_T.nonzero().squeeze(-1)
-    reward_N = batch.turn_reward_K[segments.turn_of_T[token_N]]
+    turn_N, first_N, _ = _turns_with_tokens(batch)
+    value_N = value_T[first_N].double()
     estimate = gae(
-        reward_N,
-        value_T[token_N],
-        segments.trajectory_of_T[token_N],
+        batch.turn_reward_K[turn_N],
+        value_N,
+        batch.trajectory_of_K[turn_N],
         objective.gamma,
         objective.gae_lambda,
     )
-    a_T = estimate.advantage_N[is_first_T.cumsum(0) - 1]
-    return a_T, _targets(token_N, value_T[token_N], estimate)
+    a_K = torch.zeros_like(batch.turn_reward_K)
+    a_K[turn_N] = estimate.advantage_N
+    return spread(a_K, segments.turn_of_T), _targets(first_N, value_N, estimate)
+
+
+def _turns_with_tokens(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[N] number, first token and size of each turn that has trained tokens."""
+    size_K = segment_size(batch.segments.turn_of_T, batch.segments.num_turns)
+    turn_N = size_K.nonzero().squeeze(-1)
+    return turn_N, (size_K.cumsum(0) - size_K)[turn_N], size_K[turn_N]
 
 
 def _targets(token_N: Tensor, value_N: Tensor, estimate: Estimate) -> ValueTargets:
@@ -166,7 +184,8 @@ def _targets(token_N: Tensor, value_N: Tensor, estimate: Estimate) -> ValueTarge
 
 
 def _check_finite(batch: PackedBatch, value_T: Tensor, name: str) -> None:
-    bad = (~torch.isfinite(value_T)).nonzero()
-    if len(bad):
-        where, value = turn_and_trajectory(batch, int(bad[0])), value_T[bad[0]].item()
+    is_finite_T = torch.isfinite(value_T)
+    if not is_finite_T.all():
+        bad = int((~is_finite_T).nonzero()[0])
+        where, value = turn_and_trajectory(batch, bad), value_T[bad].item()
         raise NonFiniteError(f"{where}: {name} is {value}; no weight was changed")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from leeway.learner.objective.kinds import Reduce
-from leeway.learner.objective.ratio import Segments, segment_sum
+from leeway.learner.objective.ratio import Segments, segment_size, segment_sum, spread
 
 
 def reduce_weight(kind: Reduce, segments: Segments) -> Tensor:
@@ -27,14 +27,14 @@ def reduce_weight(kind: Reduce, segments: Segments) -> Tensor:
     Trajectories of turns [[1], [2 tokens, 1]]: tokens are 4, so token -> 1/4 each;
     trajectory -> [1/2, 1/6, 1/6, 1/6]; turn -> [1/2, 1/8, 1/8, 1/4].
     """
-    one_T = torch.ones(len(segments.turn_of_T), dtype=torch.float64)
+    turn_of_T, trajectory_of_T = segments.turn_of_T, segments.trajectory_of_T
     if kind == "token":
-        return (one_T / len(one_T)).float()
-    size_B = segment_sum(one_T, segments.trajectory_of_T, segments.num_trajectories)
+        return torch.full((len(turn_of_T),), 1 / len(turn_of_T), device=turn_of_T.device)
+    size_B = segment_size(trajectory_of_T, segments.num_trajectories)
     num_trajectories = int((size_B > 0).sum())
     if kind == "trajectory":
-        return (one_T / (num_trajectories * size_B[segments.trajectory_of_T])).float()
-    size_T = segment_sum(one_T, segments.turn_of_T, segments.num_turns)[segments.turn_of_T]
+        return spread(1 / (num_trajectories * size_B.double()), trajectory_of_T).float()
+    size_T = spread(segment_size(turn_of_T, segments.num_turns).double(), turn_of_T)
     # 1/|y_k| summed over the tokens of a trajectory counts its turns.
-    turns_B = segment_sum(1 / size_T, segments.trajectory_of_T, segments.num_trajectories)
-    return (1 / (num_trajectories * turns_B[segments.trajectory_of_T] * size_T)).float()
+    turns_B = segment_sum(1 / size_T, trajectory_of_T, segments.num_trajectories)
+    return (1 / (num_trajectories * spread(turns_B, trajectory_of_T) * size_T)).float()
