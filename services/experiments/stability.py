@@ -2,7 +2,7 @@
 
     scan      every objective at lag 0 over the same learning rates; each keeps its best
     lags      objective x lag x seed at those rates
-    choices   forms of so-grpo that the sources leave open, at lag 0 and 16
+    choices   forms of so-grpo that the sources leave open, at lag 16
 
 An arm is one configuration, run by `in_process` in a process of its own, several beside each other.
 It leaves `result.json` and `metrics.jsonl` in a folder of its name. An arm that has left a result
@@ -22,11 +22,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
+from leeway.learner.objective.presets import PRESETS
 from leeway.services.bench.result import BenchResult
 
 CONFIG: Final = Path("deploy/configs/stability.toml")
 OBJECTIVES: Final = ("ppo", "grpo", "so-ppo", "so-grpo")
-RATES: Final = (5e-5, 1e-4, 2e-4, 4e-4)
+RATES: Final = (1e-4, 2e-4, 4e-4)
+CRITIC: Final = ("learner.critic_learning_rate=3e-4",)
+"""For every objective with a critic, at every rate: its own rate would else follow the policy's."""
 LAGS: Final = (0, 4, 16)
 SEEDS: Final = (0, 1)
 SPIKE: Final = 5.0
@@ -36,7 +39,6 @@ COLLAPSED: Final = 0.5
 """An arm has collapsed when its final score is below this share of the score it started from."""
 
 CHOICES: Final = {
-    "turn, gradient, 0.2": (),
     "turn, gradient, 4e-3": ("learner.eps_low=4e-3", "learner.eps_high=4e-3"),
     "turn, penalty, 0.2": ("learner.ctn=penalty",),
     "turn, penalty, 4e-3": (
@@ -125,7 +127,8 @@ def arm(objective: str, lag: int, seed: int, rate: float, *more: str, label: str
         f"seed={seed}",
         f"data.seed={seed}",
     )
-    return Arm(name, group, (*overrides, *more))
+    critic = CRITIC if PRESETS[objective].needs_critic else ()
+    return Arm(name, group, (*overrides, *critic, *more))
 
 
 class Bed:
@@ -233,12 +236,11 @@ def lags(bed: Bed, rates: dict[str, float]) -> list[Outcome]:
 
 
 def choices(bed: Bed, rates: dict[str, float]) -> list[Outcome]:
-    """The open choices of so-grpo, at its rate."""
+    """The open choices of so-grpo, at its rate and the largest lag."""
     return bed.run(
         [
-            arm("so-grpo", lag, seed, rates["so-grpo"], *more, label=f"so-grpo {label}")
+            arm("so-grpo", LAGS[-1], seed, rates["so-grpo"], *more, label=f"so-grpo {label}")
             for label, more in CHOICES.items()
-            for lag in (LAGS[0], LAGS[-1])
             for seed in SEEDS
         ]
     )
