@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from leeway.actors.decoder import Decoder, Feed, sample
@@ -32,13 +33,12 @@ class GraphStep:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # Graphs read and write these, each its first B rows.
-        self._ids_S = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self._slot_S = torch.zeros_like(self._ids_S)
-        self._position_S = torch.zeros_like(self._ids_S)
-        self._temperature_S = torch.zeros(num_slots, device=device)
+        # Rows: id, slot, position, and 1 for a sampled row or 0 for a greedy one.
+        self._input_4S = torch.zeros(4, num_slots, dtype=torch.long, device=device)
+        self._staged_4S = torch.zeros(4, num_slots, dtype=torch.long).pin_memory()
         self._uniform_SV = torch.zeros(num_slots, decoder.vocab_size, device=device)
-        self._token_S = torch.zeros_like(self._ids_S)
-        self._lp_S = torch.zeros(num_slots, device=device)
+        # Token and log-prob in one tensor, so that one transfer brings both. Both are exact in it.
+        self._output_2S = torch.zeros(2, num_slots, dtype=torch.float64, device=device)
 
     def __call__(
         self, feeds: Sequence[Feed], temperatures: Sequence[float]
@@ -53,8 +53,8 @@ class GraphStep:
         if (num_rows, num_read) not in self._graphs:
             self._graphs[num_rows, num_read] = self._capture(num_rows, num_read)
         self._graphs[num_rows, num_read].replay()
-        tokens, logprobs = self._token_S[:num_rows].tolist(), self._lp_S[:num_rows].tolist()
-        return [tokens[place] for place in places], [logprobs[place] for place in places]
+        tokens, logprobs = self._output_2S.tolist()
+        return [int(tokens[place]) for place in places], [logprobs[place] for place in places]
 
     def _num_rows(self, num: int) -> int:
         """3 -> 8, 9 -> 16, at most all slots."""
@@ -71,18 +71,16 @@ class GraphStep:
         places: list[int],
         num_rows: int,
     ) -> None:
+        # The step before has ended, since its tokens were read: the staging area is free.
+        staged_4R = self._staged_4S[:, :num_rows].numpy()
         # Rows that fill the batch up write to the cache's last position, where no sequence comes.
-        unused = self._decoder.num_positions - 1
-        inputs = [[0, slot, unused] for slot in range(num_rows)]
-        heat = [0.0] * num_rows
-        for feed, temperature, place in zip(feeds, temperatures, places, strict=True):
-            inputs[place] = [feed.ids[-1], feed.slot, feed.start]
-            heat[place] = temperature
-        ids_B, slot_B, position_B = torch.tensor(inputs).T.contiguous().pin_memory()
-        self._ids_S[:num_rows].copy_(ids_B, non_blocking=True)
-        self._slot_S[:num_rows].copy_(slot_B, non_blocking=True)
-        self._position_S[:num_rows].copy_(position_B, non_blocking=True)
-        self._temperature_S[:num_rows].copy_(torch.tensor(heat).pin_memory(), non_blocking=True)
+        staged_4R[0], staged_4R[3] = 0, 0
+        staged_4R[1] = np.arange(num_rows)
+        staged_4R[2] = self._decoder.num_positions - 1
+        staged_4R[:3, places] = np.array([[f.ids[-1], f.slot, f.start] for f in feeds]).T
+        staged_4R[3, places] = temperatures
+        # Whole tensors: a part of one would be gathered first.
+        self._input_4S.copy_(self._staged_4S, non_blocking=True)
         # Drawn outside the graphs, which would each need to know of the generator.
         self._uniform_SV[:num_rows].uniform_(generator=self._generator)
 
@@ -101,11 +99,8 @@ class GraphStep:
         return graph
 
     def _run(self, num_rows: int, num_read: int) -> None:
-        logits_BV = self._decoder.static_logits(
-            self._ids_S[:num_rows], self._slot_S[:num_rows], self._position_S[:num_rows], num_read
-        )
-        token_B, lp_B = sample(
-            logits_BV, self._temperature_S[:num_rows], self._uniform_SV[:num_rows]
-        )
-        self._token_S[:num_rows].copy_(token_B)
-        self._lp_S[:num_rows].copy_(lp_B)
+        ids_B, slot_B, position_B, is_sampled_B = self._input_4S[:, :num_rows]
+        logits_BV = self._decoder.static_logits(ids_B, slot_B, position_B, num_read)
+        token_B, lp_B = sample(logits_BV, is_sampled_B.float(), self._uniform_SV[:num_rows])
+        self._output_2S[0, :num_rows].copy_(token_B)
+        self._output_2S[1, :num_rows].copy_(lp_B)

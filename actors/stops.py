@@ -35,15 +35,22 @@ class StopFinder:
 
     def is_complete(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
         """Whether any of `stop` ends within the last token; earlier tokens had none."""
-        if stop not in self._watches:
-            self._watches[stop] = self._watch(stop)
-        watch = self._watches[stop]
+        watch = self._watch(stop)
         if token_ids[-1] not in watch.ids:
             return False
         tail = self._tokens.decode(token_ids[-watch.num_tokens :])
         return any(string in tail for string in stop)
 
+    def could_complete(self, stop: tuple[str, ...]) -> frozenset[int]:
+        """Ids behind which `is_complete` can be true."""
+        return self._watch(stop).ids
+
     def _watch(self, stop: tuple[str, ...]) -> _Watch:
+        if stop not in self._watches:
+            self._watches[stop] = self._build_watch(stop)
+        return self._watches[stop]
+
+    def _build_watch(self, stop: tuple[str, ...]) -> _Watch:
         endings = {string[-1:] for string in stop} | {BROKEN} if stop else set[str]()
         ids = frozenset(
             i for i, text in enumerate(self._texts) if any(ending in text for ending in endings)

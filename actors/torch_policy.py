@@ -39,9 +39,10 @@ from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
 from leeway.replay.schema import PolicyVersion
 
-PREFILL_EVERY: Final = 6
-"""Decoding steps between two steps over prompts on a GPU, as long as anything is decoded there."""
-MAX_PREFILL_TOKENS: Final = 2048
+PREFILL_EVERY: Final = {"cpu": 1, "cuda": 6}
+"""Decoding steps between two steps over prompts, as long as anything is decoded. On a GPU a step
+over one prompt costs as much as one over thirty, and as several decoding steps."""
+MAX_PREFILL_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 """Prompts stop joining a step beyond this many tokens, so that running rows wait no longer."""
 
 
@@ -51,6 +52,10 @@ class _Row:
 
     request: CompletionRequest
     future: Future[Completion]
+    endings: frozenset[int]
+    """Tokens that can end the row; all others go on without a closer look."""
+    max_tokens: int
+    """By the request or by the context, whichever is less."""
     slot: int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -142,7 +147,9 @@ class TorchPolicy:
         # No row comes after the None of close(), so none is left unanswered.
         if self._is_closed:
             raise EngineError(f"request {request.request_id}: the policy is closed")
-        row = _Row(request, Future())
+        endings = self._stops.could_complete(request.stop) | {self._tokens.eos_id}
+        room = self._config.max_model_len - len(request.prompt_ids)
+        row = _Row(request, Future(), endings, min(request.max_tokens, room))
         self._queue.put(row)
         return await asyncio.wrap_future(row.future)
 
@@ -263,9 +270,8 @@ class TorchPolicy:
                 self._sample(self._decode_step, self._rows, feeds)
 
     def _may_admit(self) -> bool:
-        """On a GPU prompts wait for each other: a step over one costs as much as over thirty."""
         self._num_steps_since_prefill += 1
-        wait = PREFILL_EVERY if isinstance(self._decode_step, GraphStep) else 1
+        wait = PREFILL_EVERY[self._decoder.device.type]
         return not self._rows or self._num_steps_since_prefill >= wait
 
     def _prefill(self) -> None:
@@ -283,7 +289,8 @@ class TorchPolicy:
         feeds: list[Feed] = []
         postponed: list[_Row] = []
         num_tokens = 0
-        while self._waiting and self._slots.num_free and num_tokens < MAX_PREFILL_TOKENS:
+        most = MAX_PREFILL_TOKENS[self._decoder.device.type]
+        while self._waiting and self._slots.num_free and num_tokens < most:
             row = self._waiting.popleft()
             if row.future.cancelled():
                 continue
@@ -308,21 +315,23 @@ class TorchPolicy:
     def _sample(self, step: EagerStep | GraphStep, rows: list[_Row], feeds: list[Feed]) -> None:
         temperatures = [row.request.temperature for row in rows]
         tokens, logprobs = step(feeds, temperatures)
-        for row, token, logprob in zip(rows.copy(), tokens, logprobs, strict=True):
+        candidates: list[_Row] = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.append(token, logprob, self._version)
+            if token in row.endings or len(row.token_ids) >= row.max_tokens:
+                candidates.append(row)
+        for row in candidates:
             if finish := self._finish(row):
                 self._end(row)
                 row.answer(finish)
 
     def _finish(self, row: _Row) -> str | None:
         """Why the row ends with its last token, None if it goes on."""
-        request, num_tokens = row.request, len(row.token_ids)
-        if row.token_ids[-1] == self._tokens.eos_id or self._stops.is_complete(
-            row.token_ids, request.stop
-        ):
+        if row.token_ids[-1] == self._tokens.eos_id:
             return "stop"
-        room = self._config.max_model_len - len(request.prompt_ids)
-        return "length" if num_tokens >= min(request.max_tokens, room) else None
+        if self._stops.is_complete(row.token_ids, row.request.stop):
+            return "stop"
+        return "length" if len(row.token_ids) >= row.max_tokens else None
 
     def _end(self, row: _Row) -> None:
         """Free the row's slot; what stands in it is every token but the last, which was not fed."""

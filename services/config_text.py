@@ -57,7 +57,9 @@ def _alternatives(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def accepts_none(field: FieldInfo) -> bool:
-    return type(None) in _alternatives(field)
+    """Whether the word none means that the key is not set: not where it is a value itself."""
+    arms = _alternatives(field)
+    return type(None) in arms and not any("none" in get_args(arm) for arm in arms)
 
 
 def is_text(field: FieldInfo) -> bool:

@@ -54,8 +54,9 @@ NUM_TURNS: Final = 2
 
 
 def run(*, quick: bool) -> BenchResult:
-    """Tokens per second of both, measured in turns."""
+    """Tokens per second of both, measured in turns, with as many threads as a replica has."""
     model, config = model_dir("bundled"), PolicyConfig(backend="torch", max_num_seqs=BATCH)
+    torch.set_num_threads(config.num_threads)
     with asyncio.Runner() as runner:
         policy = runner.run(TorchPolicy.start(model, config, seed=0, version=PolicyVersion(0)))
         requests = runner.run(_collect(policy, config, model, 6 if quick else 24))

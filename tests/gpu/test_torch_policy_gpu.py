@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 MODEL = bundled_dir() / "model"
-ATOL = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+ATOL = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
 def build(dtype: torch.dtype, max_num_seqs: int) -> tuple[TorchPolicy, Any, Tokens]:
