@@ -127,6 +127,11 @@ def test_none_unsets_an_optional_key(write):
     assert load(path, ["learner.eps_low=none"]).learner.eps_low is None
 
 
+def test_none_is_a_value_where_the_key_knows_it_as_one():
+    assert load(None, ["learner.ctn=none"]).learner.ctn == "none"
+    assert load(None, ["learner.ctn_target=none"]).learner.ctn_target is None
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -137,11 +142,6 @@ def test_none_unsets_an_optional_key(write):
         ("learner.learning_rate=nan", "must be a finite number"),
     ],
 )
-def test_none_is_a_value_where_the_key_knows_it_as_one():
-    assert load(None, ["learner.ctn=none"]).learner.ctn == "none"
-    assert load(None, ["learner.ctn_target=none"]).learner.ctn_target is None
-
-
 def test_a_bad_override_is_named(override: str, words: str):
     message = refusal(None, override)
     assert message.startswith("--set ")
