@@ -39,7 +39,7 @@ from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
 from leeway.replay.schema import PolicyVersion
 
-PREFILL_EVERY: Final = {"cpu": 1, "cuda": 6}
+PREFILL_EVERY: Final = {"cpu": 1, "cuda": 10}
 """Decoding steps between two steps over prompts, as long as anything is decoded. On a GPU a step
 over one prompt costs as much as one over thirty, and as several decoding steps."""
 MAX_PREFILL_TOKENS: Final = {"cpu": 2048, "cuda": 16384}

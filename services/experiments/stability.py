@@ -324,6 +324,8 @@ def run(
 
 
 def _result(found: Sequence[Outcome], rates: dict[str, float]) -> BenchResult:
+    # The lag-0 arms of the scan are also those of the lags.
+    found = list({one.arm.name: one for one in found}.values())
     keys: dict[str, float | int | str] = {
         "num_arms": len(found),
         "num_failed": sum(o.failure is not None for o in found),
