@@ -2,7 +2,7 @@
 
     DIR/step-00000012/
         model.safetensors, config.json, tokenizer files   any tool can load it
-        critic.safetensors                                where the objective trains one
+        critic/model.safetensors                          where the objective trains one
         training.pt                                       optimizers, version, RNG, caller's values
 
 A directory appears under its name only when all of it is on the disk. Nothing is pickled but
@@ -28,7 +28,8 @@ from leeway.learner.errors import CheckpointError
 
 NUM_KEPT: Final = 2
 _STATE_FILE: Final = "training.pt"
-_CRITIC_FILE: Final = "critic.safetensors"
+_CRITIC_FILE: Final = "critic/model.safetensors"
+"""In a folder of its own: engines load every safetensors file beside config.json as the policy's."""
 _PREFIX: Final = "step-"
 _TEMPORARY: Final = ".writing-"
 _TOKENIZER_FILES: Final = (
@@ -82,11 +83,12 @@ def save(
             shutil.copyfile(file, temporary / file.name)
     state = _state(optimizer, version, dict(extra or {}))
     if critic is not None:
+        (temporary / _CRITIC_FILE).parent.mkdir()
         save_model(critic.model, str(temporary / _CRITIC_FILE))
         state["critic_optimizer"] = critic.optimizer.state_dict()
     torch.save(state, temporary / _STATE_FILE)
-    for file in temporary.iterdir():
-        _sync(file)
+    for path in temporary.rglob("*"):
+        _sync(path)
     _sync(temporary)
     if target.exists():
         shutil.rmtree(target)

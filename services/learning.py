@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.bounds import check_exact
 from leeway.replay.codec import decode, encode
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import StalenessViolation
+from leeway.replay.errors import StalenessViolation, WaitTimeout
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.store import Lease
@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 RECENT_STEPS = 10
 """Steps over which the share of waiting is reported."""
+START_S = 3600.0
+"""How long engines may take to load, and the evaluation before training to be played. The parent
+ends the run sooner when the serve process fails."""
 EPOCH_S = 60.0
 """Added to the draw deadline: how long ranks wait for rank 0 between two batches."""
 
@@ -106,6 +109,8 @@ class LearnerProcess:
         try:
             await self._publisher.resume()
             await self._restore(replay)
+            if self.version < self.num_steps:
+                await until_training(self._board, self.stop_requested)
             await loop.run(self, replay)
             self.save()
             await self._board.set_phase("evaluating-after")
@@ -247,6 +252,31 @@ class LearnerProcess:
         while payload := self._world.broadcast_bytes(None):
             encoded = msgspec.msgpack.decode(payload, type=list[bytes])
             self._step(tuple(decode(group) for group in encoded))
+
+
+async def until_training(
+    board: RunBoard, stop_requested: Callable[[], Awaitable[bool]], timeout_s: float = START_S
+) -> None:
+    """Wait until the engines are up and the phase is `training`.
+
+    A resumed buffer may hold all the groups that are left to train: a learner that began at once
+    would be through, its weights published to nobody, before the first engine has loaded. Raises
+    LearnerStopped when asked to stop, WaitTimeout after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if await stop_requested():
+            raise LearnerStopped("stopped before training began")
+        left_s = deadline - time.monotonic()
+        try:
+            await board.wait_phase("training", min(loop.DRAW_SLICE_S, max(0.0, left_s)))
+            return
+        except WaitTimeout as error:
+            if left_s <= loop.DRAW_SLICE_S:
+                raise WaitTimeout(
+                    f"the learner waited {timeout_s:g} s for the serve process to load engines and "
+                    f"to evaluate ({error})"
+                ) from None
 
 
 def check_staleness(lease: Lease, replay: ReplayConfig) -> None:

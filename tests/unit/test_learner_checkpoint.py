@@ -115,6 +115,12 @@ def test_an_unfinished_checkpoint_is_never_the_latest(base: Path) -> None:
     assert checkpoint.latest(directory) is None
 
 
+def test_an_engine_finds_the_policy_alone_beside_the_configuration(base: Path) -> None:
+    trainer = Trainer(load_model(base), CONFIG.model_copy(update={"objective": "ppo"}))
+    found = save(trainer, base, 1)
+    assert [file.name for file in found.path.glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(base: Path) -> None:
     found = save(Trainer(load_model(base), CONFIG), base, 1)
     trainer = Trainer(load_model(base), CONFIG.model_copy(update={"objective": "ppo"}))

@@ -2,12 +2,13 @@
 
 import pytest
 
+from leeway.learner.errors import LearnerStopped
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import StalenessViolation
+from leeway.replay.errors import StalenessViolation, WaitTimeout
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease, Slot
 from leeway.replay.synthetic import build_group
-from leeway.services.learning import check_staleness
+from leeway.services.learning import check_staleness, until_training
 
 
 def lease(learner_version: int, *versions: int) -> Lease:
@@ -16,6 +17,43 @@ def lease(learner_version: int, *versions: int) -> Lease:
         for v in versions
     )
     return Lease(lease_id="l", version=PolicyVersion(learner_version), groups=groups)
+
+
+class Board:
+    """A run board whose phases come one per question, the last one staying."""
+
+    def __init__(self, *phases: str) -> None:
+        self.phases = list(phases)
+
+    async def wait_phase(self, name: str, timeout_s: float) -> str:
+        phase = self.phases.pop(0) if len(self.phases) > 1 else self.phases[0]
+        if phase != name:
+            raise WaitTimeout(f"it is in {phase!r}")
+        return phase
+
+
+async def go_on() -> bool:
+    return False
+
+
+async def stop() -> bool:
+    return True
+
+
+async def test_the_learner_begins_when_engines_are_up_and_not_before():
+    board = Board("starting", "evaluating-before", "training")
+    await until_training(board, go_on)  # type: ignore[arg-type]
+    assert board.phases == ["training"]
+
+
+async def test_a_stop_ends_the_wait_for_engines():
+    with pytest.raises(LearnerStopped):
+        await until_training(Board("starting"), stop)  # type: ignore[arg-type]
+
+
+async def test_the_wait_for_engines_has_a_deadline_and_names_who_is_late():
+    with pytest.raises(WaitTimeout, match="serve process to load engines.*'starting'"):
+        await until_training(Board("starting"), go_on, timeout_s=0.0)  # type: ignore[arg-type]
 
 
 def test_learner_at_10_oldest_8_and_9_is_within_2():
