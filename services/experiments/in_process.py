@@ -14,6 +14,7 @@ import asyncio
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ class InProcess:
         self._policy = policy
         self._trainer = trainer
         self._metrics: StepMetrics | None = None
+        # One thread for every step: the allocator keeps what a thread has freed for that thread,
+        # so that steps on the loop's own pool would keep the memory of several.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leeway-learn")
         self._out = out
         self.version = PolicyVersion(0)
         self.num_steps = config.learner.num_steps
@@ -63,7 +67,9 @@ class InProcess:
     async def train(self, lease: Lease) -> None:
         check_staleness(lease, self._config.replay)
         batch = build_batch(lease.groups)
-        self._metrics = await asyncio.to_thread(self._trainer.train_step, batch, self.version)
+        self._metrics = await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._trainer.train_step, batch, self.version
+        )
         self.version = PolicyVersion(self.version + 1)
 
     async def publish(self) -> None:
