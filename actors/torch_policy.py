@@ -147,7 +147,9 @@ class TorchPolicy:
         # No row comes after the None of close(), so none is left unanswered.
         if self._is_closed:
             raise EngineError(f"request {request.request_id}: the policy is closed")
-        endings = self._stops.could_complete(request.stop) | {self._tokens.eos_id}
+        endings = self._stops.could_complete(request.stop)
+        if self._tokens.eos_id is not None:
+            endings |= {self._tokens.eos_id}
         room = self._config.max_model_len - len(request.prompt_ids)
         row = _Row(request, Future(), endings, min(request.max_tokens, room))
         self._queue.put(row)

@@ -29,7 +29,7 @@ from leeway.learner.errors import CheckpointError
 NUM_KEPT: Final = 2
 _STATE_FILE: Final = "training.pt"
 _CRITIC_FILE: Final = "critic/model.safetensors"
-"""In a folder of its own: engines load every safetensors file beside config.json as the policy's."""
+"""In a folder of its own: engines take all safetensors files beside config.json for the policy."""
 _PREFIX: Final = "step-"
 _TEMPORARY: Final = ".writing-"
 _TOKENIZER_FILES: Final = (

@@ -62,7 +62,7 @@ class ValueModel(nn.Module):
 
     def values(self, micro_batch: MicroBatch, precision: str) -> Tensor:
         """[S] one value per token of the micro-batch."""
-        hidden_SH = predictor_states(self, micro_batch, precision)
+        hidden_SH = predictor_states(self.base_model, micro_batch, precision)
         return self.head(hidden_SH.to(self.head.weight.dtype)).squeeze(-1)
 
 

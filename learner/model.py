@@ -43,7 +43,7 @@ def logprobs(
     `precision` bfloat16 runs the network under autocast; log-softmax is float32 at least.
     """
     with torch.no_grad():
-        hidden_SH = predictor_states(model, micro_batch, precision)
+        hidden_SH = predictor_states(model.base_model, micro_batch, precision)
         return head_logprobs(hidden_SH, head_of(model), micro_batch.target_S)
 
 
@@ -51,7 +51,7 @@ def logprob_loss(
     model: PreTrainedModel, micro_batch: MicroBatch, loss_of: LossOf, precision: str = "float32"
 ) -> HeadLoss:
     """The loss that `loss_of` makes of the trained tokens' log-probs; see `head_loss`."""
-    hidden_SH = predictor_states(model, micro_batch, precision)
+    hidden_SH = predictor_states(model.base_model, micro_batch, precision)
     return head_loss(hidden_SH, head_of(model), micro_batch.target_S, loss_of, micro_batch.sizes)
 
 
@@ -61,12 +61,10 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None))
 
 
-def predictor_states(
-    model: PreTrainedModel, micro_batch: MicroBatch, precision: str = "float32"
-) -> Tensor:
-    """[S, H] last hidden states of the positions that predict the trained tokens."""
+def predictor_states(base: Any, micro_batch: MicroBatch, precision: str = "float32") -> Tensor:
+    """[S, H] last hidden states, by a network without its output layer, of the positions that
+    predict the trained tokens."""
     device = micro_batch.input_ids_RL.device
-    base: Any = model.base_model
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         # No attention mask: padding stands right of every token that is read, where causal
         # attention cannot see it, positions count from the left, and attention without a mask is

@@ -71,7 +71,7 @@ def check_tokens(lp_T: Tensor, tokens: Tokens) -> None:
     if len(lp_T) == 0:
         raise DataError("the batch holds no trained token; nothing can be learned from it")
     for name, column in columns.items():
-        bad = (~torch.isfinite(column)).nonzero() if column.is_floating_point() else ()
+        bad = (~torch.isfinite(column)).nonzero()
         if len(bad):
             t = int(bad[0])
             raise DataError(

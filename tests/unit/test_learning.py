@@ -52,7 +52,7 @@ async def test_a_stop_ends_the_wait_for_engines():
 
 
 async def test_the_wait_for_engines_has_a_deadline_and_names_who_is_late():
-    with pytest.raises(WaitTimeout, match="serve process to load engines.*'starting'"):
+    with pytest.raises(WaitTimeout, match=r"serve process to load engines.*'starting'"):
         await until_training(Board("starting"), go_on, timeout_s=0.0)  # type: ignore[arg-type]
 
 
