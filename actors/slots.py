@@ -77,6 +77,10 @@ class Slots:
         self._hold(slot, ids, version)
         self._free.append(slot)
 
+    def expire(self) -> None:
+        """The weights have changed: nothing that stands now is read by a new request."""
+        self._versions = [None] * len(self._versions)
+
     def _hold(self, slot: int, ids: Sequence[int], version: PolicyVersion | None) -> None:
         self._ids[slot, : len(ids)] = ids
         self._ids[slot, len(ids) :] = -1

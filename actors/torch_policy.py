@@ -123,6 +123,7 @@ class TorchPolicy:
         self._weights_gate = threading.Lock()
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
         self._waiting: deque[_Row] = deque()
+        self._postponed: list[_Row] = []
         self._rows: list[_Row] = []
         self._slots = Slots(config.max_num_seqs, config.max_model_len)
         self._num_steps_since_prefill = 0
@@ -203,6 +204,7 @@ class TorchPolicy:
         with self._weights():
             self._model.load_state_dict(weights, strict=False)
             self._version = version
+            self._slots.expire()
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
@@ -253,10 +255,11 @@ class TorchPolicy:
             self._waiting.append(row)
 
     def _fail_all(self, error: str) -> None:
-        for row in (*self._rows, *self._waiting):
+        for row in {*self._rows, *self._waiting, *self._postponed}:
             row.fail(error)
         self._rows.clear()
         self._waiting.clear()
+        self._postponed.clear()
         self._slots = Slots(self._config.max_num_seqs, self._config.max_model_len)
 
     @torch.inference_mode()
@@ -289,22 +292,24 @@ class TorchPolicy:
     def _admit(self) -> list[Feed]:
         """Move waiting requests to free slots; what is left to compute of their prompts."""
         feeds: list[Feed] = []
-        postponed: list[_Row] = []
         num_tokens = 0
         most = MAX_PREFILL_TOKENS[self._decoder.device.type]
         while self._waiting and self._slots.num_free and num_tokens < most:
-            row = self._waiting.popleft()
-            if row.future.cancelled():
-                continue
+            # A row stays among those that wait until it has begun, so that no error loses it.
+            row = self._waiting[0]
             pending = {feed.slot for feed in feeds}
             prefix = self._slots.longest_prefix(row.request.prompt_ids, self._version, pending)
-            if prefix is not None and prefix.slot in pending:
+            if row.future.cancelled():
+                self._waiting.popleft()
+            elif prefix is not None and prefix.slot in pending:
                 # A sibling that begins in this step: in the next one its work can be shared.
-                postponed.append(row)
-                continue
-            feeds.append(self._begin(row, prefix))
-            num_tokens += len(feeds[-1].ids)
-        self._waiting.extendleft(reversed(postponed))
+                self._postponed.append(self._waiting.popleft())
+            else:
+                feeds.append(self._begin(row, prefix))
+                num_tokens += len(feeds[-1].ids)
+                self._waiting.popleft()
+        self._waiting.extendleft(reversed(self._postponed))
+        self._postponed.clear()
         return feeds
 
     def _begin(self, row: _Row, prefix: Prefix | None) -> Feed:

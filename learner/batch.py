@@ -64,6 +64,10 @@ class PackedBatch:
         """T, the trained tokens."""
         return int(self.offset_B1[-1])
 
+    def spans(self, trajectories: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Indices of the trained tokens of some trajectories, one array each."""
+        return [np.arange(self.offset_B1[b], self.offset_B1[b + 1]) for b in trajectories]
+
     def length(self, trajectory: int) -> int:
         """Tokens that a forward pass of the trajectory must read: all before its last trained
         token."""
@@ -77,8 +81,6 @@ class MicroBatch:
 
     input_ids_RL: Tensor
     """[R, L] int64; padding is 0 and stands right of everything that is read."""
-    attention_mask_RL: Tensor
-    """[R, L] int64, 1 for tokens and 0 for padding."""
     predictor_S: Tensor
     """[S] int64 index into R * L of the position that predicts each trained token."""
     target_S: Tensor
@@ -92,7 +94,6 @@ class MicroBatch:
         """The same on another device."""
         return MicroBatch(
             self.input_ids_RL.to(device),
-            self.attention_mask_RL.to(device),
             self.predictor_S.to(device),
             self.target_S.to(device),
             self.token_S.to(device),
@@ -236,21 +237,18 @@ def collate(
     `wanted_T` keeps only those of their trained tokens; what stands behind the last one is not
     read.
     """
-    spans = [np.arange(batch.offset_B1[b], batch.offset_B1[b + 1]) for b in rows]
+    spans = batch.spans(rows)
     if wanted_T is not None:
         spans = [span[wanted_T[span]] for span in spans]
     position_T = batch.position_T.numpy()
     positions = [position_T[span] for span in spans]
     width = max(int(of_row[-1]) for of_row in positions)
     input_ids_RL = np.zeros((len(rows), width), np.int64)
-    mask_RL = np.zeros((len(rows), width), np.int64)
     for r, (b, of_row) in enumerate(zip(rows, positions, strict=True)):
         length = int(of_row[-1])
         input_ids_RL[r, :length] = batch.trajectories[b].token_ids[:length]
-        mask_RL[r, :length] = 1
     return MicroBatch(
         torch.from_numpy(input_ids_RL),
-        torch.from_numpy(mask_RL),
         _concatenate([r * width + p - 1 for r, p in enumerate(positions)], np.int64),
         _concatenate(
             [batch.trajectories[b].token_ids[p] for b, p in zip(rows, positions, strict=True)],

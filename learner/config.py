@@ -61,6 +61,9 @@ class LearnerConfig(FrozenModel):
     """c in g / max(1, ||C|| / c); None takes 1."""
     ctn_raw: bool | None = None
     """Divide by ||C|| itself, also where it is below c; None takes false."""
+    measure_ctn: bool | None = None
+    """Measure ||C|| also where the objective clips without being normalised by it, at the cost of
+    that pass; None takes false."""
     ctn_strength: float | None = Field(default=None, gt=0)
     """lambda of the penalty form: loss + lambda * clip fraction * KL; None takes 1."""
     gamma: float | None = Field(default=None, gt=0, le=1)

@@ -92,9 +92,12 @@ class Critic:
         self._config = config
         self._world = world
         self._parameters = list(self.model.parameters())
+        self._learning_rate = (
+            config.critic_learning_rate or LEARNING_RATE_FACTOR * config.learning_rate
+        )
         self.optimizer = torch.optim.AdamW(
             self._parameters,
-            lr=config.critic_learning_rate or LEARNING_RATE_FACTOR * config.learning_rate,
+            lr=self._learning_rate,
             weight_decay=config.weight_decay,
             fused=True,
         )
@@ -150,11 +153,14 @@ class Critic:
         if not (np.isfinite(loss) and np.isfinite(norm)):
             raise NonFiniteError(
                 f"the critic's loss is {loss}, its gradient norm {norm}; "
-                "its optimizer was not stepped"
+                "its optimizer step was not taken"
             )
         scale = scale_to(norm, self._config.max_grad_norm)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient.mul_(scale)
+        # Set anew: a resumed optimizer brings the rates of the run before.
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = self._learning_rate, self._config.weight_decay
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, num_clipped / len(targets.token_N), norm

@@ -20,7 +20,7 @@ from leeway.learner.objective.kinds import Ratio
 from leeway.learner.objective.loss import clipped
 from leeway.learner.objective.presets import Objective
 from leeway.learner.objective.ratio import importance_ratio, kl_k3, log_ratio, segment_sum
-from leeway.learner.update import Update
+from leeway.learner.update import Update, tokens_of
 
 
 class PolicyMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,12 +46,14 @@ class PolicyMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Mean weight of a token outside the clip; None without a correction."""
     correction_share: float | None
     """Share of tokens whose weight was truncated or masked; None without a correction."""
+    masked_fraction: float | None
+    """Share of tokens that `second-moment` left without a gradient; None under other surrogates."""
     entropy: float
     """Mean over trained tokens, in nats."""
     gap_mean: float | None
     gap_max: float | None
-    """|log-prob of learner minus that of engine| over tokens sampled by exactly the learner's
-    version. None without such a token."""
+    """|log-prob of learner minus that of engine| over tokens of the first minibatch that the
+    learner's very version sampled. None without such a token."""
 
 
 class DataMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +94,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm_applied: float
     """After bounding and normalization: what the optimizer saw."""
     ctn_norm: float
-    """||C||, the norm of what the clip removed; 0 when nothing was clipped. The largest of the
-    minibatches, as ctn_divisor; other numbers are means over them."""
+    """||C||, the norm of what the clip removed; 0 when nothing was clipped, or neither objective
+    nor `learner.measure_ctn` asks for it. The largest of the minibatches, as ctn_divisor; other
+    numbers are means over them."""
     ctn_divisor: float
     """What the gradient, or the learning rate, was divided by."""
     policy: PolicyMetrics
@@ -124,7 +127,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy_metrics(
-    update: Update, objective: Objective, lp_T: Tensor, entropy_T: Tensor, version: int
+    update: Update,
+    objective: Objective,
+    lp_T: Tensor,
+    entropy_T: Tensor,
+    version: int,
+    masked_fraction: float | None = None,
 ) -> PolicyMetrics:
     """From the log-probs that each token's optimizer step started from; an objective without ratio
     is measured by `token`."""
@@ -137,7 +145,9 @@ def policy_metrics(
     turn_of_T, num_turns = tokens.segments.turn_of_T, tokens.segments.num_turns
     has_tokens_K = segment_sum(torch.ones_like(w_T), turn_of_T, num_turns) > 0
     has_clipped_K = segment_sum(clipped_T.double(), turn_of_T, num_turns) > 0
-    on_policy_E = gap_T[batch.version_T == version]
+    # Later minibatches are read by weights that have moved on from the version.
+    first_S = tokens_of(batch, update.minibatches[0])
+    on_policy_E = gap_T[first_S[batch.version_T[first_S] == version]]
     correction_mean, correction_share = _correction(update, objective)
     return PolicyMetrics(
         clip_fraction_tokens=clipped_T.double().mean().item(),
@@ -150,6 +160,7 @@ def policy_metrics(
         kl_old=kl_k3(d_T).mean().item(),
         correction_mean=correction_mean,
         correction_share=correction_share,
+        masked_fraction=masked_fraction,
         entropy=entropy_T.mean().item(),
         gap_mean=on_policy_E.mean().item() if len(on_policy_E) else None,
         gap_max=on_policy_E.max().item() if len(on_policy_E) else None,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leeway.learner.batch import PackedBatch, turn_and_trajectory
+from leeway.learner.batch import PackedBatch
 from leeway.learner.config import LearnerConfig
 from leeway.learner.critic import Critic
 from leeway.learner.errors import NonFiniteError
@@ -38,11 +38,12 @@ from leeway.learner.objective.loss import BatchTerms, batch_terms, clipped
 from leeway.learner.objective.presets import resolve
 from leeway.learner.objective.ratio import importance_ratio, log_ratio
 from leeway.learner.passes import Pass, Passes
-from leeway.learner.update import Update, build_update, tokens_of
+from leeway.learner.update import Update, build_update, check_finite, tokens_of
 from leeway.learner.world import World
 
 BETAS: Final = (0.9, 0.95)
 """AdamW. The second is below its default: gradients of policies change fast."""
+CURRENT: Final = "log-prob under the policy being trained"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class OptimizerStep:
     ctn_divisor: float
     learning_rate: float
     seconds_ctn: float
+    terms: BatchTerms | None = None
+    """Of the first pass, where the objective needs one."""
 
 
 class Trainer:
@@ -105,7 +108,9 @@ class Trainer:
             grad_norm_applied=_mean([step.applied_norm for step in steps]),
             ctn_norm=max(step.ctn_norm for step in steps),
             ctn_divisor=max(step.ctn_divisor for step in steps),
-            policy=policy_metrics(update, self.objective, lp_T, entropy_T, version),
+            policy=policy_metrics(
+                update, self.objective, lp_T, entropy_T, version, self._masked_fraction(steps)
+            ),
             data=data_metrics(batch, version),
             critic=critic,
             num_optimizer_steps=len(steps),
@@ -114,6 +119,12 @@ class Trainer:
             seconds=time.perf_counter() - started,
             seconds_ctn=sum(step.seconds_ctn for step in steps),
         )
+
+    def _masked_fraction(self, steps: Sequence[OptimizerStep]) -> float | None:
+        masks = [step.terms.masked_T for step in steps if step.terms is not None]
+        if self.objective.surrogate != "second-moment" or not masks:
+            return None
+        return torch.stack(masks).any(0).float().mean().item()
 
     def learning_rate(self, version: int) -> float:
         """Of the step that leaves `version`. 1e-4 with 2 warm-up steps: 5e-5, 1e-4, 1e-4, ..."""
@@ -130,7 +141,7 @@ class Trainer:
         proximal_T = value_T = None
         if self.objective.old == "proximal":
             proximal_T, _ = self.measure(batch)
-            self._check_log_probs(batch, proximal_T)
+            check_finite(batch, proximal_T, CURRENT)
         if self.critic is not None:
             value_T = self.critic.values(batch)
         return build_update(
@@ -142,7 +153,7 @@ class Trainer:
 
     def _stand_still(self, update: Update, rows: Sequence[int], version: int) -> OptimizerStep:
         done = self._passes.measure(update.batch, rows)
-        self._check_log_probs(update.batch, done.lp_T)
+        check_finite(update.batch, done.lp_T, CURRENT)
         return OptimizerStep(done, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 
     def _optimizer_step(self, update: Update, rows: Sequence[int], version: int) -> OptimizerStep:
@@ -152,15 +163,17 @@ class Trainer:
         gradients = take_gradients(self.parameters)
         sum_over_ranks(gradients, self.world)
         norm = global_norm(gradients)
-        self._check_log_probs(batch, done.lp_T)
+        check_finite(batch, done.lp_T, CURRENT)
         _check_finite("loss", done.loss)
         _check_finite("gradient norm", norm)
 
         ctn_started = time.perf_counter()
-        ctn_norm = self._bias_norm(update, rows, done.lp_T) if objective.ctn == "gradient" else 0.0
+        normalizes = objective.ctn == "gradient"
+        measures = normalizes or bool(self.config.measure_ctn)
+        ctn_norm = self._bias_norm(update, rows, done.lp_T) if measures else 0.0
         seconds_ctn = time.perf_counter() - ctn_started
         _check_finite("norm of the clipping bias", ctn_norm)
-        divisor = ctn_divisor(ctn_norm, objective.ctn_c, objective.ctn_raw)
+        divisor = ctn_divisor(ctn_norm, objective.ctn_c, objective.ctn_raw) if normalizes else 1.0
         scale, learning_rate = (
             scale_to(norm, self.config.max_grad_norm),
             self.learning_rate(version),
@@ -171,7 +184,7 @@ class Trainer:
             learning_rate /= divisor
         self._apply(gradients, scale, learning_rate)
         return OptimizerStep(
-            done, norm, norm * scale, ctn_norm, divisor, learning_rate, seconds_ctn
+            done, norm, norm * scale, ctn_norm, divisor, learning_rate, seconds_ctn, terms
         )
 
     def _first_pass(self, update: Update, rows: Sequence[int]) -> BatchTerms:
@@ -207,20 +220,11 @@ class Trainer:
 
     def _apply(self, gradients: Sequence[Tensor], scale: float, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"], group["weight_decay"] = learning_rate, self.config.weight_decay
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.mul_(scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _check_log_probs(self, batch: PackedBatch, lp_T: Tensor) -> None:
-        bad = (~torch.isfinite(lp_T)).nonzero()
-        if len(bad):
-            where, value = turn_and_trajectory(batch, int(bad[0])), lp_T[bad[0]].item()
-            raise NonFiniteError(
-                f"{where}: log-prob is {value} under the policy being trained; "
-                "the optimizer was not stepped"
-            )
 
     def _synchronize(self) -> None:
         """The step's seconds would else end before its last kernel does."""
@@ -234,4 +238,4 @@ def _mean(values: Sequence[float]) -> float:
 
 def _check_finite(name: str, value: float) -> None:
     if not np.isfinite(value):
-        raise NonFiniteError(f"the {name} is {value}; the optimizer was not stepped")
+        raise NonFiniteError(f"the {name} is {value}; this optimizer step was not taken")

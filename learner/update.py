@@ -69,7 +69,7 @@ def build_update(
     Raises NonFiniteError, naming trajectory and turn, for an advantage that is not finite.
     """
     a_T, targets = _advantages(batch, objective, value_T)
-    _check_finite(batch, a_T, "advantage")
+    check_finite(batch, a_T, "advantage")
     segments, behaviour_T = batch.segments, batch.behaviour_T
     minibatches = _minibatches(len(batch.trajectories), num_minibatches, version)
     weight_T = _weights(batch, objective, minibatches)
@@ -100,9 +100,7 @@ def _weights(
 
 def tokens_of(batch: PackedBatch, trajectories: tuple[int, ...]) -> Tensor:
     """[S] int64 index of the trained tokens of some trajectories."""
-    offset = batch.offset_B1
-    spans = [np.arange(offset[b], offset[b + 1]) for b in trajectories]
-    return torch.from_numpy(np.concatenate(spans))
+    return torch.from_numpy(np.concatenate(batch.spans(trajectories)))
 
 
 def _minibatches(
@@ -125,7 +123,7 @@ def _advantages(
         a_T = _without_critic(batch, objective)
     else:
         assert value_T is not None, "the advantage needs a critic's values"
-        _check_finite(batch, value_T, "value")
+        check_finite(batch, value_T, "value")
         by = _by_turn if objective.advantage == "gae-turn" else _by_token
         a_T, targets = by(batch, objective, value_T)
     return (whitened(a_T) if objective.whiten else a_T), targets
@@ -133,8 +131,14 @@ def _advantages(
 
 def _without_critic(batch: PackedBatch, objective: Objective) -> Tensor:
     if objective.advantage == "group-turn" and batch.has_turn_rewards:
-        group_of_K = batch.group_of_B[batch.trajectory_of_K]
-        a_K = turn_advantage(batch.turn_reward_K, group_of_K, batch.turn_index_K)
+        # A turn without tokens is nobody's sibling: no token could carry its advantage.
+        turn_N, _, _ = _turns_with_tokens(batch)
+        a_K = torch.zeros_like(batch.turn_reward_K)
+        a_K[turn_N] = turn_advantage(
+            batch.turn_reward_K[turn_N],
+            batch.group_of_B[batch.trajectory_of_K[turn_N]],
+            batch.turn_index_K[turn_N],
+        )
         return spread(a_K, batch.segments.turn_of_T)
     kind = "group" if objective.advantage == "group-turn" else objective.advantage
     a_B = trajectory_advantage(kind, batch.reward_B, batch.group_of_B, len(batch.groups))
@@ -183,9 +187,10 @@ def _targets(token_N: Tensor, value_N: Tensor, estimate: Estimate) -> ValueTarge
     return ValueTargets(token_N, value_N, estimate.return_N)
 
 
-def _check_finite(batch: PackedBatch, value_T: Tensor, name: str) -> None:
+def check_finite(batch: PackedBatch, value_T: Tensor, name: str) -> None:
+    """Raise NonFiniteError, naming trajectory and turn, unless every [T] number is finite."""
     is_finite_T = torch.isfinite(value_T)
     if not is_finite_T.all():
         bad = int((~is_finite_T).nonzero()[0])
         where, value = turn_and_trajectory(batch, bad), value_T[bad].item()
-        raise NonFiniteError(f"{where}: {name} is {value}; no weight was changed")
+        raise NonFiniteError(f"{where}: {name} is {value}; this optimizer step was not taken")

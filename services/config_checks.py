@@ -233,6 +233,12 @@ def _remarks(config: RunConfig) -> Iterator[str]:
             f"learner.critic_warmup_steps = {learner.critic_warmup_steps} covers all of "
             f"learner.num_steps = {learner.num_steps}: the policy never changes"
         )
+    if resolve(learner).old == "proximal" and learner.num_minibatches == 1:
+        yield (
+            f"learner.objective = {show(learner.objective)} takes ratios against the policy at the "
+            "start of the step, and learner.num_minibatches = 1 makes one optimizer step of it: "
+            "every ratio is 1 and nothing is clipped"
+        )
     if learner.warmup_steps >= learner.num_steps:
         yield (
             f"learner.warmup_steps = {learner.warmup_steps} covers all of "

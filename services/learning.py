@@ -210,7 +210,8 @@ class LearnerProcess:
             "generated_tokens_per_s": snapshot.generated_tokens_per_s,
             "rollout_wait_share": snapshot.waits.rollouts_for_room,
         }
-        return {name: value for name, value in numbers.items() if value is not None}
+        drops = {f"dropped/{reason}": float(n) for reason, n in stats.dropped.items()}
+        return drops | {name: value for name, value in numbers.items() if value is not None}
 
     def _section(self, metrics: Mapping[str, float], wait_s: float) -> dict[str, Any]:
         seconds = metrics["seconds"] + wait_s

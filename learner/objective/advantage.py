@@ -21,9 +21,9 @@ STD_FLOOR: Final = 1e-6
 
 def has_equal_rewards(reward_B: Tensor, group_of_B: Tensor, num_groups: int) -> Tensor:
     """[G] bool: all rewards of the group are the same number, so it teaches nothing by itself."""
-    low_G = torch.full((num_groups,), torch.inf, dtype=reward_B.dtype)
+    low_G = reward_B.new_full((num_groups,), torch.inf)
     low_G = low_G.scatter_reduce(0, group_of_B, reward_B, "amin")
-    high_G = torch.full((num_groups,), -torch.inf, dtype=reward_B.dtype)
+    high_G = reward_B.new_full((num_groups,), -torch.inf)
     high_G = high_G.scatter_reduce(0, group_of_B, reward_B, "amax")
     return low_G == high_G
 

@@ -90,9 +90,10 @@ def batch_terms(objective: Objective, lp_T: Tensor, tokens: Tokens) -> BatchTerm
     d_T = log_ratio(lp_T, tokens.old_T)
     w_T = importance_ratio(objective.ratio, d_T, tokens.segments)
     clip_fraction = clipped(objective, w_T, tokens.a_T).float().mean().item()
-    return BatchTerms(
-        clip_fraction, clip.second_moment_mask(d_T, tokens.a_T, objective.max_second_moment)
-    )
+    masked_T = torch.zeros_like(tokens.a_T, dtype=torch.bool)
+    if objective.surrogate == "second-moment":
+        masked_T = clip.second_moment_mask(d_T, tokens.a_T, objective.max_second_moment)
+    return BatchTerms(clip_fraction, masked_T)
 
 
 def surrogate_term(

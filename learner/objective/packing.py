@@ -74,7 +74,11 @@ def check_tokens(lp_T: Tensor, tokens: Tokens) -> None:
         bad = (~torch.isfinite(column)).nonzero()
         if len(bad):
             t = int(bad[0])
-            raise DataError(
-                f"trajectory {int(segments.trajectory_of_T[t])}, "
-                f"turn {int(segments.turn_of_T[t])}: {name} is {column[t].item()}"
-            )
+            raise DataError(f"{_place(segments, t)}: {name} is {column[t].item()}")
+
+
+def _place(segments: Segments, t: int) -> str:
+    """Trajectory and turn of a token; turns count from 0 within their trajectory."""
+    trajectory = segments.trajectory_of_T[t]
+    first = segments.turn_of_T[segments.trajectory_of_T == trajectory].min()
+    return f"trajectory {int(trajectory)}, turn {int(segments.turn_of_T[t] - first)}"

@@ -264,6 +264,10 @@ def _idle(config: LearnerConfig, objective: Objective) -> Iterator[tuple[str, st
         ),
         "ctn_raw": (objective.ctn == "gradient", "whose ctn is not gradient"),
         "ctn_strength": (objective.ctn == "penalty", "whose ctn is not penalty"),
+        "measure_ctn": (
+            objective.surrogate == "clip" and objective.ctn != "gradient",
+            "which measures it anyway or does not clip",
+        ),
         "max_correction": (objective.correction != "none", "which corrects nothing"),
         "gamma": (objective.needs_critic, "which has no critic"),
         "gae_lambda": (objective.needs_critic, "which has no critic"),

@@ -9,15 +9,12 @@ kinds of left-padded batches:
 
     mixed     turns mixed, as the requests of asynchronous rollouts come; the speedup is over these
     lockstep  first turns, then second turns, as a loop would play them that waits for every row
-
-    python -m leeway.services.bench.decode [--quick]
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -227,8 +224,3 @@ def _result(cases: list[_Case], num_requests: int) -> BenchResult:
             "num_threads": torch.get_num_threads(),
         },
     )
-
-
-if __name__ == "__main__":
-    result = run(quick="--quick" in sys.argv)
-    print(result.columns, *result.rows, result.keys, sep="\n")

@@ -23,6 +23,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from leeway.learner.objective.presets import PRESETS
+from leeway.replay.errors import ConfigurationError
 from leeway.services.bench.result import BenchResult
 
 CONFIG: Final = Path("deploy/configs/stability.toml")
@@ -38,11 +39,12 @@ of its arm."""
 COLLAPSED: Final = 0.5
 """An arm has collapsed when its final score is below this share of the score it started from."""
 
+PENALTY: Final = ("learner.ctn=penalty", "learner.measure_ctn=true")
 CHOICES: Final = {
     "turn, gradient, 4e-3": ("learner.eps_low=4e-3", "learner.eps_high=4e-3"),
-    "turn, penalty, 0.2": ("learner.ctn=penalty",),
+    "turn, penalty, 0.2": PENALTY,
     "turn, penalty, 4e-3": (
-        "learner.ctn=penalty",
+        *PENALTY,
         "learner.eps_low=4e-3",
         "learner.eps_high=4e-3",
     ),
@@ -52,14 +54,14 @@ CHOICES: Final = {
         "learner.eps_low=4e-3",
         "learner.eps_high=4e-3",
     ),
-    "arithmetic, penalty, 0.2": ("learner.ratio=turn-arithmetic", "learner.ctn=penalty"),
+    "arithmetic, penalty, 0.2": ("learner.ratio=turn-arithmetic", *PENALTY),
     "arithmetic, penalty, 4e-3": (
         "learner.ratio=turn-arithmetic",
-        "learner.ctn=penalty",
+        *PENALTY,
         "learner.eps_low=4e-3",
         "learner.eps_high=4e-3",
     ),
-    "turn, no ctn, 0.2": ("learner.ctn=none",),
+    "turn, no ctn, 0.2": ("learner.ctn=none", "learner.measure_ctn=true"),
     "turn, raw gradient, 4e-3": (
         "learner.ctn_raw=true",
         "learner.eps_low=4e-3",
@@ -127,8 +129,11 @@ def arm(objective: str, lag: int, seed: int, rate: float, *more: str, label: str
         f"seed={seed}",
         f"data.seed={seed}",
     )
-    critic = CRITIC if PRESETS[objective].needs_critic else ()
-    return Arm(name, group, (*overrides, *critic, *more))
+    preset = PRESETS[objective]
+    critic = CRITIC if preset.needs_critic else ()
+    # What the clip removes is a column of every objective, also of those that do not use it.
+    measured = () if preset.ctn == "gradient" else ("learner.measure_ctn=true",)
+    return Arm(name, group, (*overrides, *critic, *measured, *more))
 
 
 class Bed:
@@ -145,11 +150,24 @@ class Bed:
     def run(self, arms: Sequence[Arm]) -> list[Outcome]:
         """In the order of `arms`."""
         self.out.mkdir(parents=True, exist_ok=True)
-        asyncio.run(self._run_all([a for a in arms if not self._result(a).is_file()]))
+        asyncio.run(self._run_all([a for a in arms if not self._is_done(a)]))
         return [outcome(a, self.out / a.name) for a in arms]
 
-    def _result(self, arm: Arm) -> Path:
-        return self.out / arm.name / "result.json"
+    def _is_done(self, arm: Arm) -> bool:
+        """Raises ConfigurationError where an arm of this name was run with other settings."""
+        folder = self.out / arm.name
+        if not (folder / "result.json").is_file():
+            return False
+        if (folder / "settings.json").read_text() != self._settings(arm):
+            raise ConfigurationError(
+                f"{folder} holds an arm that was run with other settings; give another --out"
+            )
+        return True
+
+    def _settings(self, arm: Arm) -> str:
+        """All that an arm's result depends on, beside the code."""
+        config = self._config.read_text() if self._config.is_file() else ""
+        return json.dumps({"overrides": [*arm.overrides, *self._overrides], "config": config})
 
     async def _run_all(self, arms: Sequence[Arm]) -> None:
         places = asyncio.Semaphore(self._parallel)
@@ -167,6 +185,7 @@ class Bed:
         folder = self.out / arm.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.jsonl").unlink(missing_ok=True)
+        (folder / "settings.json").write_text(self._settings(arm))
         command = [sys.executable, "-m", "leeway.services.experiments.in_process"]
         command += [str(self._config), "--out", str(folder)]
         for override in (*arm.overrides, *self._overrides):

@@ -55,7 +55,7 @@ PLACES = {
         "services/bench/*",
         "services/processes/warmstart.py",
     ],
-    "typer": ["services/cli.py"],
+    "typer": ["services/bench/commands.py", "services/cli.py"],
     "uvicorn": ["services/api/*"],
     "vllm": ["actors/vllm_policy.py"],
     "zstandard": ["actors/search/documents.py", "replay/codec.py"],

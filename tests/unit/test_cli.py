@@ -182,7 +182,7 @@ def test_config_validate_says_so(run, tmp_path: Path):
 def test_config_schema_describes_every_key(run):
     schema = json.loads(run("config", "schema")[1])
     description = schema["$defs"]["LearnerConfig"]["properties"]["num_steps"]["description"]
-    assert description.startswith("Optimizer steps")
+    assert description.startswith("Steps of the run")
 
 
 # --- status ---

@@ -131,6 +131,5 @@ def test_a_micro_batch_of_wanted_tokens_is_cut_behind_the_last_one() -> None:
     wanted_T = np.array([False, True, False, True, False, False])
     micro_batch = collate(batch, [0, 1], wanted_T)
     assert micro_batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]
-    assert micro_batch.attention_mask_RL.tolist() == [[1] * 5, [1, 1, 1, 1, 0]]
     assert micro_batch.token_S.tolist() == [1, 3]
     assert micro_batch.predictor_S.tolist() == [4, 8]

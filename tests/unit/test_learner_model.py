@@ -30,18 +30,20 @@ def tiny(tied: bool = True) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+MASK_RL = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+
+
 def two_rows() -> MicroBatch:
     """Lengths 6 and 4; trained tokens are the last two of each."""
     ids_RL = torch.tensor([[5, 9, 2, 7, 1, 3], [8, 4, 6, 2, 0, 0]])
-    mask_RL = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
     predictor_S, target_S = torch.tensor([4, 5, 8, 9]), torch.tensor([3, 11, 2, 12])
-    return MicroBatch(ids_RL, mask_RL, predictor_S, target_S, torch.arange(4), (2, 2))
+    return MicroBatch(ids_RL, predictor_S, target_S, torch.arange(4), (2, 2))
 
 
 def plain(model: LlamaForCausalLM, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    logits = model(
-        input_ids=micro_batch.input_ids_RL, attention_mask=micro_batch.attention_mask_RL
-    ).logits.flatten(0, 1)[micro_batch.predictor_S]
+    logits = model(input_ids=micro_batch.input_ids_RL, attention_mask=MASK_RL).logits.flatten(0, 1)[
+        micro_batch.predictor_S
+    ]
     log_p = logits.log_softmax(-1)
     lp_S = log_p.gather(-1, micro_batch.target_S[:, None]).squeeze(-1)
     return lp_S, -(log_p.exp() * log_p).sum(-1)

@@ -144,8 +144,8 @@ def test_the_critic_of_bfloat16_learns_as_that_of_float64() -> None:
 def test_the_chunked_head_equals_the_plain_one_in_float32(
     tied: bool, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * V * chunk_tokens)
-    monkeypatch.setattr(head, "CACHE_BYTES", 4 * V * 2, raising=False)
+    monkeypatch.setattr(head, "CPU_CHUNK_BYTES", 4 * V * chunk_tokens)
+    monkeypatch.setattr(head, "CACHE_BYTES", 4 * V * 2)
     model, batch = tiny(tied), random_batch()
     micro_batch = collate(batch, range(6))
     advantage_S = torch.linspace(-1, 1, batch.num_tokens)

@@ -266,7 +266,7 @@ def tiny() -> LlamaForCausalLM:
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("ppo", "value is nan"), ("decoupled-grpo", "log-prob is nan under the policy")],
+    [("ppo", "value is nan"), ("decoupled-grpo", "log-prob under the policy being trained is nan")],
 )
 def test_a_nan_at_the_start_of_a_step_stops_it_before_any_weight_changes(
     name: str, problem: str

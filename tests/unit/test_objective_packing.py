@@ -43,13 +43,14 @@ def test_turn_ids_that_make_no_sense_are_refused(
 
 
 def tokens(**changes: torch.Tensor) -> Tokens:
-    segments = Segments(torch.tensor([0, 0, 1]), torch.tensor([0, 0, 1]), 2, 2)
-    columns = {"old_T": torch.zeros(3), "a_T": torch.ones(3), "weight_T": torch.ones(3)}
+    """Turns of [[1 token, 1 token], [1 token, 1 token]]."""
+    segments = Segments(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1]), 4, 2)
+    columns = {"old_T": torch.zeros(4), "a_T": torch.ones(4), "weight_T": torch.ones(4)}
     return Tokens(**(columns | changes), segments=segments)
 
 
 def test_sound_tokens_pass() -> None:
-    check_tokens(torch.zeros(3), tokens())
+    check_tokens(torch.zeros(4), tokens())
 
 
 @pytest.mark.parametrize(
@@ -58,11 +59,11 @@ def test_sound_tokens_pass() -> None:
 def test_a_number_that_is_not_finite_is_refused_naming_trajectory_and_turn(
     name: str, said: str
 ) -> None:
-    bad = tokens(**{name: torch.tensor([0.0, 0.0, torch.nan])})
+    bad = tokens(**{name: torch.tensor([0.0, 0.0, 0.0, torch.nan])})
     with pytest.raises(DataError, match=f"trajectory 1, turn 1: {said} is nan"):
-        check_tokens(torch.zeros(3), bad)
+        check_tokens(torch.zeros(4), bad)
 
 
 def test_lengths_that_disagree_are_refused() -> None:
-    with pytest.raises(DataError, match=r"lengths disagree: log-prob 2, old log-prob 3"):
+    with pytest.raises(DataError, match=r"lengths disagree: log-prob 2, old log-prob 4"):
         check_tokens(torch.zeros(2), tokens())

@@ -146,7 +146,7 @@ def test_losses_of_any_split_into_whole_trajectories_add_up(name: str, case: Cas
     torch.testing.assert_close((total, found_T), (whole, gradient_T), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(n for n, p in PRESETS.items() if p.skips_zero_advantage))
+@pytest.mark.parametrize("name", sorted(PRESETS))
 @few
 @given(case=cases(ANY))
 def test_zero_advantage_has_zero_gradient(name: str, case: Case) -> None:

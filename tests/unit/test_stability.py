@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from leeway.replay.errors import ConfigurationError
 from leeway.services.config import load
 from leeway.services.experiments import stability
 from leeway.services.experiments.stability import Arm, Bed, Outcome, arm, outcome, rows, scan
@@ -85,12 +86,18 @@ def test_the_scan_takes_the_best_rate_and_the_smaller_of_equals(tmp_path: Path) 
     assert len(found) == 12
 
 
-def test_an_arm_that_has_left_a_result_is_not_run_again(tmp_path: Path) -> None:
-    one = arm("grpo", 0, 0, 1e-4)
+def test_an_arm_that_has_left_a_result_is_not_run_again_but_other_settings_are_refused(
+    tmp_path: Path,
+) -> None:
+    one, config = arm("grpo", 0, 0, 1e-4), tmp_path / "none.toml"
     leave(tmp_path / one.name, 0.7, [1.0])
     # A configuration that does not exist: running the arm would fail.
-    bed = Bed(tmp_path, parallel=1, config=tmp_path / "none.toml")
+    bed = Bed(tmp_path, parallel=1, config=config)
+    (tmp_path / one.name / "settings.json").write_text(bed._settings(one))
     assert [found.after for found in bed.run([one])] == [0.7]
+    other = Bed(tmp_path, parallel=1, config=config, overrides=["learner.num_steps=8"])
+    with pytest.raises(ConfigurationError, match="other settings"):
+        other.run([one])
 
 
 def test_a_bed_runs_its_arms_and_reports_the_one_that_cannot_start(tmp_path: Path) -> None:

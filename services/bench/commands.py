@@ -1,0 +1,80 @@
+"""`leeway bench`: one command for each bench. Importing this file imports nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+bench_app = typer.Typer(
+    help="Measure Leeway against the plain way to do the same, in one run.", no_args_is_help=True
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key: learner.num_steps=20."),
+]
+JsonLast = Annotated[
+    bool, typer.Option("--json", help="One JSON line on stdout; the table on stderr.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Smaller shapes and fewer repeats.")]
+
+
+@bench_app.command("objective")
+def bench_objective(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """The objective over packed turns, against a loop over padded ones."""
+    from leeway.services.bench.objective import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("logprob")
+def bench_logprob(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """Log-probs and their gradient at a vocabulary of 152k, against whole logits."""
+    from leeway.services.bench.logprob import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("ctn")
+def bench_ctn(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """A step with clipping-triggered normalization, against one without."""
+    from leeway.services.bench.ctn import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("decode")
+def bench_decode(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """Sampling by the torch policy, against generate of transformers."""
+    from leeway.services.bench.decode import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("stability")
+def bench_stability(
+    as_json: JsonLast = False,
+    quick: Quick = False,
+    out: Annotated[Path, typer.Option(help="Folder of the arms; those done are kept.")] = Path(
+        "runs/stability"
+    ),
+    part: Annotated[
+        Literal["scan", "lags", "choices", "all"], typer.Option(help="How far to go.")
+    ] = "all",
+    parallel: Annotated[int, typer.Option(min=1, help="Arms beside each other.")] = 1,
+    overrides: Overrides = None,
+) -> None:
+    """Train under ppo, grpo, so-ppo and so-grpo on data exactly 0, 4 and 16 versions old."""
+    from leeway.services.bench.report import show
+    from leeway.services.experiments.stability import run
+
+    result = run(
+        quick=quick, out=out, part=part, parallel=parallel, overrides=tuple(overrides or ())
+    )
+    show(result, as_json=as_json)
