@@ -197,10 +197,13 @@ class Bed:
                 *command, stdout=log, stderr=log, env=environment
             )
             try:
-                await process.wait()
+                code = await process.wait()
             finally:
                 if process.returncode is None:
                     process.kill()
+            if code < 0:
+                # The arm could not say so itself; out of memory, the kernel sends signal 9.
+                log.write(f"\nit was ended by signal {-code}\n".encode())
 
 
 def outcome(arm: Arm, folder: Path) -> Outcome:

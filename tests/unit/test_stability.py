@@ -104,3 +104,14 @@ def test_a_bed_runs_its_arms_and_reports_the_one_that_cannot_start(tmp_path: Pat
     bed = Bed(tmp_path, parallel=2, config=tmp_path / "none.toml")
     (found,) = bed.run([arm("grpo", 0, 0, 1e-4)])
     assert found.failure is not None and "does not exist" in found.failure
+
+
+def test_an_arm_that_was_killed_says_by_which_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = tmp_path / "python"
+    dies.write_text("#!/bin/sh\nkill -9 $$\n")
+    dies.chmod(0o755)
+    monkeypatch.setattr(stability.sys, "executable", str(dies))
+    (found,) = Bed(tmp_path, parallel=1).run([arm("grpo", 0, 0, 1e-4)])
+    assert found.failure == "it was ended by signal 9"
