@@ -31,7 +31,7 @@ quick: setup lint  ## Check what needs neither vLLM nor Ray.
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm and not ray" $(LIGHT)
 
 parity: $(PARITY_STAMP)  ## Compare objectives with verl's and TRL's, which it installs (300 MB).
-	$(BIN)/python -m pytest -q tests/parity
+	$(BIN)/python -m pytest -q --parity tests/parity
 
 lint: setup  ## Check style and formatting.
 	$(BIN)/ruff check .

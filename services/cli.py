@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from leeway.services.bench.commands import bench_app
+from leeway.services.bench.commands import Overrides, bench_app
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,10 +35,6 @@ app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 
 File = Annotated[Path | None, typer.Argument(help="TOML file; without one, the defaults.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key: learner.num_steps=20."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 
 

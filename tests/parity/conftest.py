@@ -182,16 +182,24 @@ def typed_batch(request: pytest.FixtureRequest) -> Padded:
     return build_batch(*request.param)
 
 
-def require(package: str) -> None:
-    """Skip where it is not installed; where it is, its import must not fail."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--parity", action="store_true", help="fail, do not skip, where verl or TRL is missing"
+    )
+
+
+def require(package: str, config: pytest.Config) -> None:
+    """Skip where it is not installed, or fail under --parity, as `make parity` runs these tests;
+    where it is, its import must not fail."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; `make parity` installs it and runs these tests")
+        leave = pytest.fail if config.getoption("--parity", default=False) else pytest.skip
+        leave(f"{package} is not installed; `make parity` installs it and runs these tests")
 
 
 @pytest.fixture(scope="session")
-def verl() -> SimpleNamespace:
+def verl(pytestconfig: pytest.Config) -> SimpleNamespace:
     """verl's modules, by their last name."""
-    require("verl")
+    require("verl", pytestconfig)
     names = (
         "verl.trainer.config",
         "verl.trainer.ppo.core_algos",
@@ -210,9 +218,9 @@ def verl() -> SimpleNamespace:
 
 
 @pytest.fixture(scope="session")
-def trl() -> SimpleNamespace:
+def trl(pytestconfig: pytest.Config) -> SimpleNamespace:
     """TRL's trainers, of which only functions are called, and its utilities."""
-    require("trl")
+    require("trl", pytestconfig)
     with pytest.MonkeyPatch.context() as patch:
         # It would import vLLM, warn of its version and take 10 s.
         switches = importlib.import_module("trl.import_utils")

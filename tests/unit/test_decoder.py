@@ -416,6 +416,36 @@ async def test_a_step_that_fails_fails_its_requests_and_no_later_one(playground:
     playground.check([3] * 10, await playground.complete([3] * 10))
 
 
+async def test_a_failure_while_prompts_are_admitted_answers_every_request(playground: Playground):
+    """Siblings are set aside while the first of them is computed; none is forgotten."""
+    take, calls = playground.policy._slots.take, []
+
+    def failing(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no room for keys and values")
+        return take(*arguments)
+
+    playground.policy._slots.take = failing  # type: ignore[method-assign]
+    siblings, other = [list(range(1, 20))] * 3, list(range(30, 50))
+    requests = [playground.complete(ids) for ids in (*siblings, other)]
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(answer, EngineError | Completion) for answer in answers)
+    assert any("no room" in str(answer) for answer in answers)
+
+
+async def test_weights_loaded_under_the_same_version_leave_nothing_to_reuse(
+    playground: Playground,
+):
+    prompt = list(range(1, 20))
+    await playground.complete(prompt)
+    playground.policy.load({}, V0)
+    playground.fed.clear()
+    await playground.complete(prompt)
+    assert [feed.start for feed in playground.fed] == [0]
+
+
 async def test_the_bundled_policy_starts():
     config = PolicyConfig(backend="torch", max_num_seqs=2)
     policy = await TorchPolicy.start(bundled_dir() / "model", config, seed=0, version=V0)

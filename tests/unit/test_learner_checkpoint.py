@@ -128,6 +128,21 @@ def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(base: Path
         checkpoint.restore(found.path, trainer.optimizer, trainer.critic)
 
 
+def test_a_resumed_run_takes_its_rates_from_its_own_configuration(base: Path) -> None:
+    config = CONFIG.model_copy(update={"objective": "ppo", "warmup_steps": 0})
+    first = Trainer(load_model(base), config)
+    train(first, 0, 1)
+    found = save(first, base, 1)
+    other = {"learning_rate": 3e-5, "critic_learning_rate": 7e-5, "weight_decay": 0.01}
+    second = Trainer(load_model(found.path), config.model_copy(update=other))
+    checkpoint.restore(found.path, second.optimizer, second.critic)
+    train(second, 1, 2)
+    assert second.critic is not None
+    (policy,), (critic,) = second.optimizer.param_groups, second.critic.optimizer.param_groups
+    assert (policy["lr"], policy["weight_decay"]) == (3e-5, 0.01)
+    assert (critic["lr"], critic["weight_decay"]) == (7e-5, 0.01)
+
+
 def test_a_damaged_state_is_refused_by_name(base: Path) -> None:
     trainer = Trainer(load_model(base), CONFIG)
     found = save(trainer, base, 1)

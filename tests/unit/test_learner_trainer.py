@@ -306,6 +306,30 @@ def test_a_second_minibatch_is_clipped_against_the_start_of_the_step() -> None:
     assert trainer.train_step(random_batch(config), 0).policy.kl_old > 1e-3
 
 
+def test_the_engine_gap_is_of_the_minibatch_that_the_version_itself_reads() -> None:
+    """The second minibatch is read by weights that a large step has moved."""
+    config = configure("grpo", learning_rate=1e-2, num_minibatches=2)
+    batch, trainer = random_batch(config), Trainer(tiny(), config)
+    batch.behaviour_T.copy_(trainer.measure(batch)[0])
+    policy = trainer.train_step(batch, 0).policy
+    assert policy.gap_max is not None and policy.gap_max < 1e-5
+    assert policy.log_ratio_abs_max > 1e-2
+
+
+def test_the_clipping_bias_is_measured_where_it_normalises_nothing() -> None:
+    plain, measured = configure("grpo"), configure("grpo", measure_ctn=True)
+    without = Trainer(tiny(), plain).train_step(random_batch(plain), 0)
+    found = Trainer(tiny(), measured).train_step(random_batch(measured), 0)
+    assert without.ctn_norm == 0 < found.ctn_norm
+    assert (found.ctn_divisor, found.grad_norm_applied) == (1, without.grad_norm_applied)
+
+
+def test_what_m2po_masks_is_told() -> None:
+    config = configure("m2po")
+    policy = Trainer(tiny(), config).train_step(random_batch(config), 0).policy
+    assert policy.masked_fraction is not None and 0 < policy.masked_fraction < 1
+
+
 def test_a_network_that_yields_nan_is_refused_and_keeps_its_weights() -> None:
     config = configure()
     trainer = Trainer(tiny(), config)

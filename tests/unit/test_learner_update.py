@@ -246,6 +246,19 @@ def test_turn_rewards_that_cannot_be_are_refused(
         batch_of(trajectory("a", [2, 1], 1.0, turn_rewards))
 
 
+def test_an_empty_turn_is_no_sibling_of_the_turns_of_its_index() -> None:
+    """First turns earned 1 and 1, the third has no token: without it there is nothing to tell."""
+    batch = batch_of(
+        trajectory("a", [1, 1], reward=1.0, turn_rewards=(1.0, 0.0)),
+        trajectory("b", [1, 1], reward=2.0, turn_rewards=(1.0, 1.0)),
+        trajectory("c", [0, 1], reward=0.0, turn_rewards=(0.0, 0.0)),
+    )
+    objective = replace(PRESETS["grpo"], advantage="group-turn")
+    a_T = build_update(batch, objective, 0).tokens.a_T
+    # Tokens: a0 a1 b0 b1 c1; second turns earned 0, 1 and 0.
+    assert a_T.tolist() == pytest.approx([0, -0.5774, 0, 1.1547, -0.5774], abs=1e-4)
+
+
 def test_a_value_that_is_not_finite_is_refused_naming_trajectory_and_turn() -> None:
     with pytest.raises(NonFiniteError, match=r"trajectory a, turn 1: value is inf"):
         update_by_values(two(), "ppo", 0.0, 0.0, torch.inf, torch.nan)
