@@ -15,16 +15,22 @@ from typing import Final
 import numpy as np
 import torch
 
-from leeway.actors.decoder import Decoder, Feed, sample
+from leeway.actors.decoder import Decoder, Feed, Sampled, sample
 
 MIN_ROWS: Final = 8
 """Rows of the smallest graph; fewer would not be faster."""
 LENGTH_STEP: Final = 256
 """Positions by which graphs differ in length."""
+BURST: Final = 4
+"""Steps in a row without the host. More of them would go on behind more rows' ends."""
 
 
 class GraphStep:
-    """One token for each of several rows; see EagerStep, which it stands in for."""
+    """BURST tokens for each of several rows; see EagerStep, which it stands in for.
+
+    The graph feeds its tokens back to its own input, so that the host is asked once a burst. What
+    comes behind a row's end is for the caller to drop: cheaper than to ask before every token.
+    """
 
     def __init__(self, decoder: Decoder, generator: torch.Generator) -> None:
         num_slots, device = decoder.num_slots, decoder.device
@@ -39,22 +45,25 @@ class GraphStep:
         self._uniform_SV = torch.zeros(num_slots, decoder.vocab_size, device=device)
         # Token and log-prob in one tensor, so that one transfer brings both. Both are exact in it.
         self._output_2S = torch.zeros(2, num_slots, dtype=torch.float64, device=device)
+        self._outputs_N2S = self._output_2S.new_zeros(BURST, 2, num_slots)
 
-    def __call__(
-        self, feeds: Sequence[Feed], temperatures: Sequence[float]
-    ) -> tuple[list[int], list[float]]:
-        """Next tokens and their log-probs."""
+    def __call__(self, feeds: Sequence[Feed], temperatures: Sequence[float]) -> list[Sampled]:
+        """Next BURST tokens of each row and their log-probs."""
         num_rows = self._num_rows(len(feeds))
-        num_read = self._num_read(1 + max(feed.start for feed in feeds))
+        num_read = self._num_read(BURST + max(feed.start for feed in feeds))
         # With a row for every slot, the network wants each in the place of its slot.
         is_full = num_rows == self._decoder.num_slots
         places = [feed.slot for feed in feeds] if is_full else list(range(len(feeds)))
-        self._fill(feeds, temperatures, places, num_rows)
         if (num_rows, num_read) not in self._graphs:
             self._graphs[num_rows, num_read] = self._capture(num_rows, num_read)
-        self._graphs[num_rows, num_read].replay()
-        tokens, logprobs = self._output_2S.tolist()
-        return [int(tokens[place]) for place in places], [logprobs[place] for place in places]
+        self._fill(feeds, temperatures, places, num_rows)
+        for output_2S in self._outputs_N2S:
+            # Drawn outside the graphs, which would each need to know of the generator.
+            self._uniform_SV[:num_rows].uniform_(generator=self._generator)
+            self._graphs[num_rows, num_read].replay()
+            output_2S.copy_(self._output_2S)
+        outputs_N2B = self._outputs_N2S.cpu().numpy()[:, :, places]
+        return [Sampled(o[0].astype(np.int64).tolist(), o[1].tolist()) for o in outputs_N2B]
 
     def _num_rows(self, num: int) -> int:
         """3 -> 8, 9 -> 16, at most all slots."""
@@ -81,12 +90,11 @@ class GraphStep:
         staged_4R[3, places] = temperatures
         # Whole tensors: a part of one would be gathered first.
         self._input_4S.copy_(self._staged_4S, non_blocking=True)
-        # Drawn outside the graphs, which would each need to know of the generator.
-        self._uniform_SV[:num_rows].uniform_(generator=self._generator)
 
     def _capture(self, num_rows: int, num_read: int) -> torch.cuda.CUDAGraph:
-        # Kernels load and workspaces are made on their first run, which must not be captured. The
-        # step may be run as often as one likes: it writes the same keys and values each time.
+        # Kernels load and workspaces are made on their first run, which must not be captured. Its
+        # rows write to the cache's last position, where no sequence comes.
+        self._input_4S[2] = self._decoder.num_positions - 1
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -104,3 +112,6 @@ class GraphStep:
         token_B, lp_B = sample(logits_BV, is_sampled_B.float(), self._uniform_SV[:num_rows])
         self._output_2S[0, :num_rows].copy_(token_B)
         self._output_2S[1, :num_rows].copy_(lp_B)
+        ids_B.copy_(token_B)
+        # Rows that fill the batch up stay at the last position.
+        position_B.add_(1).clamp_(max=self._decoder.num_positions - 1)

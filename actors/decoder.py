@@ -41,6 +41,13 @@ class Feed(NamedTuple):
     ids: list[int]
 
 
+class Sampled(NamedTuple):
+    """One more token of each row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
 class _Layer(NamedTuple):
     """Weights of one block. Tensors of the module itself: they change when it loads others."""
 
@@ -270,15 +277,13 @@ class EagerStep:
         self._decoder = decoder
         self._generator = generator
 
-    def __call__(
-        self, feeds: Sequence[Feed], temperatures: Sequence[float]
-    ) -> tuple[list[int], list[float]]:
-        """`temperatures` are 0 or 1, one a row."""
+    def __call__(self, feeds: Sequence[Feed], temperatures: Sequence[float]) -> list[Sampled]:
+        """One token a row. `temperatures` are 0 or 1, one a row."""
         logits_BV = self._decoder.logits(feeds)
         device = logits_BV.device
         uniform_BV = torch.rand(logits_BV.shape, generator=self._generator, device=device)
         token_B, lp_B = sample(logits_BV, torch.tensor(temperatures, device=device), uniform_BV)
-        return token_B.tolist(), lp_B.tolist()
+        return [Sampled(token_B.tolist(), lp_B.tolist())]
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_BV: Tensor) -> tuple[Tensor, Tensor]:

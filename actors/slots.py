@@ -20,6 +20,9 @@ from leeway.replay.schema import PolicyVersion
 MIN_PREFIX_TOKENS: Final = 8
 """Shorter common beginnings are computed again: copying them costs as much."""
 
+NO_VERSION: Final = -1
+"""Of a slot whose tokens several versions computed, or none."""
+
 
 class Prefix(NamedTuple):
     """The first `num_tokens` positions of a slot."""
@@ -37,8 +40,8 @@ class Slots:
         # One array, so that a prompt is compared with all slots at once: in a loop over ids that
         # took longer than a decoding step. -1 stands behind the ids of a slot.
         self._ids = np.full((num_slots, max_len + 1), -1, np.int32)
-        self._versions: list[PolicyVersion | None] = [None] * num_slots
-        """Version that computed all of the slot's ids; None if there were several."""
+        self._versions = np.full(num_slots, NO_VERSION)
+        """Version that computed all of the slot's ids."""
 
     @property
     def num_free(self) -> int:
@@ -50,17 +53,19 @@ class Slots:
     ) -> Prefix | None:
         """The longest beginning of the prompt that a slot holds under `version`.
 
-        The prompt's last token is never part of it: somebody has to compute what comes next. Of
-        equals, a slot in `pending`, which is yet to be computed, comes last.
+        The prompt's last token is never part of it: somebody has to compute what comes next. Of a
+        slot in `pending`, which is yet to be computed, only a sibling takes anything, which shares
+        all of it: to wait for less costs more than it saves.
         """
-        current = [slot for slot, held in enumerate(self._versions) if held == version]
-        if not current or len(prompt_ids) <= MIN_PREFIX_TOKENS:
-            return None
         # The prompt's last token differs from anything, so every row has a first difference.
         wanted = np.array([*prompt_ids[:-1], -2], np.int32)
-        common = (self._ids[current, : len(wanted)] != wanted).argmax(axis=1).tolist()
-        longest = max(zip(common, (slot not in pending for slot in current), current, strict=True))
-        return Prefix(longest[2], longest[0]) if longest[0] >= MIN_PREFIX_TOKENS else None
+        common = (self._ids[:, : len(wanted)] != wanted).argmax(axis=1)
+        common[self._versions != version] = 0
+        waits = np.zeros(len(common), bool)
+        waits[list(pending)] = True
+        common[waits & (common < len(prompt_ids) - 1)] = 0
+        slot = int((2 * common - waits).argmax())
+        return Prefix(slot, int(common[slot])) if common[slot] >= MIN_PREFIX_TOKENS else None
 
     def take(
         self, prompt_ids: list[int], version: PolicyVersion, prefix: Prefix | None = None
@@ -79,9 +84,9 @@ class Slots:
 
     def expire(self) -> None:
         """The weights have changed: nothing that stands now is read by a new request."""
-        self._versions = [None] * len(self._versions)
+        self._versions[:] = NO_VERSION
 
     def _hold(self, slot: int, ids: Sequence[int], version: PolicyVersion | None) -> None:
         self._ids[slot, : len(ids)] = ids
         self._ids[slot, len(ids) :] = -1
-        self._versions[slot] = version
+        self._versions[slot] = NO_VERSION if version is None else version

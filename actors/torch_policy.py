@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,9 +39,10 @@ from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
 from leeway.replay.schema import PolicyVersion
 
-PREFILL_EVERY: Final = {"cpu": 1, "cuda": 10}
+PREFILL_EVERY: Final = {"cpu": 1, "cuda": 3}
 """Decoding steps between two steps over prompts, as long as anything is decoded. On a GPU a step
-over one prompt costs as much as one over thirty, and as several decoding steps."""
+over one prompt costs as much as one over thirty, and as several decoding steps, which are bursts
+there."""
 MAX_PREFILL_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 """Prompts stop joining a step beyond this many tokens, so that running rows wait no longer."""
 
@@ -57,6 +58,8 @@ class _Row:
     max_tokens: int
     """By the request or by the context, whichever is less."""
     slot: int | None = None
+    begun_at: PolicyVersion | None = None
+    """Version of the first keys and values in the slot."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -67,10 +70,10 @@ class _Row:
         return Feed(self.slot, num_kept, self.request.prompt_ids[num_kept:])
 
     def next_feed(self) -> Feed:
-        """The last sampled token."""
+        """The last token, sampled or of the prompt."""
         assert self.slot is not None
         position = len(self.request.prompt_ids) + len(self.token_ids) - 1
-        return Feed(self.slot, position, self.token_ids[-1:])
+        return Feed(self.slot, position, self.token_ids[-1:] or self.request.prompt_ids[-1:])
 
     def append(self, token: int, logprob: float, version: PolicyVersion) -> None:
         self.token_ids.append(token)
@@ -127,6 +130,7 @@ class TorchPolicy:
         self._rows: list[_Row] = []
         self._slots = Slots(config.max_num_seqs, config.max_model_len)
         self._num_steps_since_prefill = 0
+        self._has_postponed = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="leeway-decode", daemon=True)
         self._thread.start()
@@ -280,57 +284,74 @@ class TorchPolicy:
         return not self._rows or self._num_steps_since_prefill >= wait
 
     def _prefill(self) -> None:
-        feeds = self._admit()
-        if feeds:
-            self._num_steps_since_prefill = 0
-            self._sample(self._prefill_step, self._rows[-len(feeds) :], feeds)
+        prompts = self._admit()
+        if prompts:
+            # Siblings of what is computed now need no step over their prompts: no need to wait.
+            if not self._has_postponed:
+                self._num_steps_since_prefill = 0
+            rows, feeds = zip(*prompts, strict=True)
+            self._sample(self._prefill_step, rows, feeds)
 
     def _drop_cancelled(self) -> None:
         for row in [row for row in self._rows if row.future.cancelled()]:
             self._end(row)
 
-    def _admit(self) -> list[Feed]:
-        """Move waiting requests to free slots; what is left to compute of their prompts."""
-        feeds: list[Feed] = []
+    def _admit(self) -> list[tuple[_Row, Feed]]:
+        """Move waiting requests to free slots; the rows whose prompts are to be computed."""
+        prompts: list[tuple[_Row, Feed]] = []
+        pending: set[int] = set()
         num_tokens = 0
         most = MAX_PREFILL_TOKENS[self._decoder.device.type]
         while self._waiting and self._slots.num_free and num_tokens < most:
             # A row stays among those that wait until it has begun, so that no error loses it.
             row = self._waiting[0]
-            pending = {feed.slot for feed in feeds}
             prefix = self._slots.longest_prefix(row.request.prompt_ids, self._version, pending)
             if row.future.cancelled():
                 self._waiting.popleft()
             elif prefix is not None and prefix.slot in pending:
-                # A sibling that begins in this step: in the next one its work can be shared.
                 self._postponed.append(self._waiting.popleft())
             else:
-                feeds.append(self._begin(row, prefix))
-                num_tokens += len(feeds[-1].ids)
+                feed = self._begin(row, prefix)
+                # The last token of a prompt goes in like a sampled one, with the next of all rows.
+                if len(feed.ids) > 1:
+                    prompts.append((row, feed))
+                    pending.add(feed.slot)
+                num_tokens += len(feed.ids)
                 self._waiting.popleft()
+        self._has_postponed = bool(self._postponed)
         self._waiting.extendleft(reversed(self._postponed))
         self._postponed.clear()
-        return feeds
+        return prompts
 
     def _begin(self, row: _Row, prefix: Prefix | None) -> Feed:
         row.slot = self._slots.take(row.request.prompt_ids, self._version, prefix)
+        row.begun_at = self._version
         self._rows.append(row)
         if prefix is not None and prefix.slot != row.slot:
             self._decoder.copy(prefix.slot, row.slot, prefix.num_tokens)
         return row.prompt_feed(prefix.num_tokens if prefix is not None else 0)
 
-    def _sample(self, step: EagerStep | GraphStep, rows: list[_Row], feeds: list[Feed]) -> None:
-        temperatures = [row.request.temperature for row in rows]
-        tokens, logprobs = step(feeds, temperatures)
-        candidates: list[_Row] = []
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            row.append(token, logprob, self._version)
-            if token in row.endings or len(row.token_ids) >= row.max_tokens:
-                candidates.append(row)
-        for row in candidates:
-            if finish := self._finish(row):
-                self._end(row)
-                row.answer(finish)
+    def _sample(
+        self, step: EagerStep | GraphStep, rows: Sequence[_Row], feeds: Sequence[Feed]
+    ) -> None:
+        going = list(enumerate(rows))
+        for tokens, logprobs in step(feeds, [row.request.temperature for row in rows]):
+            for n, row in going:
+                row.append(tokens[n], logprobs[n], self._version)
+            ended = [row for _, row in going if self._ends(row)]
+            if ended:
+                # Tokens behind a row's end are dropped; nobody reads their keys and values.
+                going = [(n, row) for n, row in going if row not in ended]
+
+    def _ends(self, row: _Row) -> bool:
+        """Answer the row and free its slot if its last token ends it."""
+        might_end = row.token_ids[-1] in row.endings or len(row.token_ids) >= row.max_tokens
+        finish = self._finish(row) if might_end else None
+        if finish is None:
+            return False
+        self._end(row)
+        row.answer(finish)
+        return True
 
     def _finish(self, row: _Row) -> str | None:
         """Why the row ends with its last token, None if it goes on."""
@@ -343,8 +364,7 @@ class TorchPolicy:
     def _end(self, row: _Row) -> None:
         """Free the row's slot; what stands in it is every token but the last, which was not fed."""
         assert row.slot is not None
-        ids = row.request.prompt_ids + row.token_ids[:-1]
-        is_uniform = row.versions[0] == row.versions[-1]
-        version = PolicyVersion(row.versions[0]) if is_uniform else None
+        ids = (row.request.prompt_ids + row.token_ids)[:-1]
+        version = self._version if row.begun_at == self._version else None
         self._slots.release(row.slot, ids, version)
         self._rows.remove(row)

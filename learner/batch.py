@@ -11,7 +11,7 @@ between them stay two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,10 +68,11 @@ class PackedBatch:
         """Indices of the trained tokens of some trajectories, one array each."""
         return [np.arange(self.offset_B1[b], self.offset_B1[b + 1]) for b in trajectories]
 
-    def length(self, trajectory: int) -> int:
-        """Tokens that a forward pass of the trajectory must read: all before its last trained
+    def lengths(self, trajectories: Iterable[int] | None = None) -> dict[int, int]:
+        """Tokens that a forward pass of each trajectory must read: all before its last trained
         token."""
-        return int(self.position_T[self.offset_B1[trajectory + 1] - 1])
+        chosen = range(len(self.trajectories)) if trajectories is None else trajectories
+        return {b: int(self.position_T[self.offset_B1[b + 1] - 1]) for b in chosen}
 
 
 @dataclass(frozen=True)
@@ -191,10 +192,7 @@ def _concatenate(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic])
 
 
 def split(
-    batch: PackedBatch,
-    micro_batch_tokens: int,
-    num_ranks: int = 1,
-    trajectories: Sequence[int] | None = None,
+    lengths: Mapping[int, int], micro_batch_tokens: int, num_ranks: int = 1
 ) -> list[list[list[int]]]:
     """Trajectory numbers by rank and micro-batch: `split(...)[rank][i]` are the rows of one pass.
 
@@ -202,11 +200,10 @@ def split(
     most `micro_batch_tokens` padded tokens (a longer trajectory stands alone). Every rank gets the
     same number of micro-batches; the last of a rank may be empty.
 
-    lengths [4, 9, 5, 8], 10 tokens, 2 ranks -> rank 0: [[1], [0]], rank 1: [[3], [2]]
-    `trajectories` limits the split to some of the batch.
+    `lengths` are the tokens to read of each trajectory.
+
+    lengths {0: 4, 1: 9, 2: 5, 3: 8}, 10 tokens, 2 ranks -> rank 0: [[1], [0]], rank 1: [[3], [2]]
     """
-    chosen = range(len(batch.trajectories)) if trajectories is None else trajectories
-    lengths = {b: batch.length(b) for b in chosen}
     rows: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for b in sorted(lengths, key=lambda b: (-lengths[b], b)):
@@ -218,7 +215,7 @@ def split(
     return [of_rank + [[]] * (most - len(of_rank)) for of_rank in plan]
 
 
-def _fill(rows: Sequence[int], lengths: dict[int, int], budget: int) -> list[list[int]]:
+def _fill(rows: Sequence[int], lengths: Mapping[int, int], budget: int) -> list[list[int]]:
     """Cut rows, longest first, into micro-batches of at most `budget` padded tokens."""
     filled: list[list[int]] = []
     for b in rows:

@@ -174,7 +174,7 @@ class Critic:
         if token_N is not None:
             wanted_T = np.zeros(batch.num_tokens, np.bool_)
             wanted_T[token_N.numpy()] = True
-        for rows in split(batch, self._config.micro_batch_tokens, self._world.size)[
+        for rows in split(batch.lengths(), self._config.micro_batch_tokens, self._world.size)[
             self._world.rank
         ]:
             if rows:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from leeway.actors.config import PolicyConfig, bundled_dir
-from leeway.actors.decoder import Decoder, Feed, sample
+from leeway.actors.decoder import Decoder, Feed, Sampled, sample
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest
 from leeway.actors.search.protocol import STOP, TAGS
@@ -217,6 +217,15 @@ def test_a_common_beginning_of_few_tokens_is_not_worth_a_copy():
     assert slots.longest_prefix(enough[1:], V0, pending=()) is None
 
 
+def test_only_a_sibling_waits_for_what_is_yet_to_be_computed():
+    slots = Slots(2, 64)
+    slots.take(LONG, V0)
+    other = [*LONG[:-1], 98, 99]
+    assert slots.longest_prefix(other, V0, pending=()) == Prefix(0, 19)
+    assert slots.longest_prefix(other, V0, pending={0}) is None
+    assert slots.longest_prefix(LONG, V0, pending={0}) == Prefix(0, 19)
+
+
 def test_of_equal_beginnings_one_that_is_computed_already_wins():
     slots = Slots(3, 64)
     slots.take(LONG, V0), slots.take(LONG, V0)
@@ -317,6 +326,49 @@ async def test_the_next_turn_computes_only_what_is_new(playground: Playground):
     start = len(prompt) + len(first.token_ids) - 1
     assert [(feed.start, len(feed.ids)) for feed in playground.fed] == [(0, 17), (start, 4)]
     playground.check(turn, second)
+
+
+async def test_what_a_burst_samples_behind_the_end_of_a_row_is_dropped(playground: Playground):
+    prompt = random_rows(200)[1]
+    alone = await playground.complete(prompt)
+    step = playground.policy._prefill_step
+
+    def burst(feeds: list[Feed], temperatures: list[float]) -> list[Sampled]:
+        sampled: list[Sampled] = []
+        for _ in range(3):
+            sampled += step(feeds, temperatures)
+            following = zip(feeds, sampled[-1].tokens, strict=True)
+            feeds = [Feed(feed.slot, feed.start + 1, [token]) for feed, token in following]
+        return sampled
+
+    playground.policy._decode_step = burst  # type: ignore[assignment]
+    # 1 and 8 are no multiples of 3 beside the first token.
+    short, long = await asyncio.gather(
+        playground.complete(prompt, max_tokens=1), playground.complete(prompt)
+    )
+    assert [short.token_ids, long.token_ids] == [alone.token_ids[:1], alone.token_ids]
+    turn = [*prompt, *long.token_ids, 5, 6]
+    playground.check(turn, await playground.complete(turn))
+
+
+async def test_what_an_older_version_computed_of_a_prompt_is_not_reused(playground: Playground):
+    prompt, policy = random_rows(200)[1], playground.policy
+    await playground.complete(prompt)
+    step = policy._decode_step
+
+    def swap_first(feeds: list[Feed], temperatures: list[float]) -> list[Sampled]:
+        # As if weights had changed between a row's beginning and its first token.
+        if policy._version == V0:
+            policy._version = V1
+            policy._slots.expire()
+        return step(feeds, temperatures)
+
+    policy._decode_step = swap_first  # type: ignore[assignment]
+    sibling = await playground.complete(prompt)
+    assert set(sibling.versions) == {V1}
+    playground.fed.clear()
+    await playground.complete(prompt)
+    assert [(feed.start, len(feed.ids)) for feed in playground.fed] == [(0, 17)]
 
 
 async def test_siblings_share_their_prompt(playground: Playground):

@@ -108,13 +108,13 @@ def lengths(*wanted: int) -> Group:
 
 def test_split_balances_ranks_and_keeps_the_budget() -> None:
     batch = build_batch([lengths(4, 9, 5, 8)])
-    assert split(batch, 10, num_ranks=2) == [[[1], [0]], [[3], [2]]]
-    assert split(batch, 16) == [[[1], [3, 2], [0]]]
+    assert split(batch.lengths(), 10, num_ranks=2) == [[[1], [0]], [[3], [2]]]
+    assert split(batch.lengths(), 16) == [[[1], [3, 2], [0]]]
 
 
 def test_every_rank_has_the_same_number_of_micro_batches() -> None:
     batch = build_batch([lengths(9, 9, 9)])
-    assert split(batch, 9, num_ranks=2) == [[[0], [2]], [[1], []]]
+    assert split(batch.lengths(), 9, num_ranks=2) == [[[0], [2]], [[1], []]]
 
 
 def test_a_micro_batch_reads_nothing_behind_its_last_trained_token() -> None:
