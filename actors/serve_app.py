@@ -45,8 +45,8 @@ from leeway.actors.tokens import Tokens
 from leeway.actors.worker import RolloutWorker
 from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.config import ReplayConfig
-from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
+from leeway.replay.sharded_store import connect_replay
 from leeway.replay.store import ReplayStats
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class PolicyServer:
         An engine that starts again in the middle of a run holds the model the run began with. The
         learner, waiting for data, sends it the current one.
         """
-        replay = RedisReplay(spec.redis_url, spec.run, spec.replay)
+        replay = connect_replay(spec.redis_url, spec.run, spec.replay)
         try:
             async with asyncio.timeout(spec.policy.start_timeout_s):
                 while not self._is_current(await replay.stats(), spec.replay.max_staleness):
@@ -211,7 +211,7 @@ class RolloutServer:
         self._place = serve.get_replica_context().rank.rank
         self.worker_id = f"worker-{self._place}"
         self._spec = spec
-        self._replay = RedisReplay(spec.redis_url, spec.run, spec.replay)
+        self._replay = connect_replay(spec.redis_url, spec.run, spec.replay)
         self._policies = PolicyBoard(spec.redis_url, spec.run)
         self._board = RunBoard(spec.redis_url, spec.run)
         self._retriever = build_retriever(spec.search, retriever)

@@ -133,7 +133,7 @@ class PolicyBoard:
         """
         await self._scripts.run(
             "heartbeat",
-            msgspec.json.encode(record),
+            record=msgspec.json.encode(record).decode(),
             id=record.engine_id,
             version=record.version,
             ttl_ms=int(ttl_s * 1000),

@@ -1,4 +1,4 @@
-"""The one place that talks to the redis library: connections, retries, scripts, exceptions."""
+"""The connection to Redis that everything else uses: retries, pipelines, scripts, exceptions."""
 
 # redis-py leaves its keyword arguments untyped.
 # pyright: reportUnknownMemberType=false
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import redis
 import redis.asyncio
-from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException
-from redis.retry import Retry
+from redis.exceptions import NoScriptError, RedisClusterException
 from tenacity import (
     AsyncRetrying,
     retry_if_exception,
@@ -27,17 +25,36 @@ from tenacity import (
 )
 
 from leeway.replay.errors import ConfigurationError, LeewayError, StoreError, StoreUnavailable
+from leeway.replay.pipelines import MAX_PIPELINES, Command, Pipelines
+from leeway.replay.redis_clients import build_carry, build_client, ping
+from leeway.replay.redis_urls import address, parse_url
+
+__all__ = [
+    "BLOCK_MS",
+    "TRANSLATIONS",
+    "Command",
+    "Link",
+    "ScriptSet",
+    "address",
+    "check_url",
+    "lua_text",
+    "script_source",
+    "stream_entries",
+    "translate",
+]
 
 T = TypeVar("T")
-
-SOCKET_TIMEOUT_S: Final = 10.0
-"""Longest silence of a connection before it counts as lost; longer than any blocking read."""
 
 BLOCK_MS: Final = 5000
 """Longest single blocking read. A longer wait is a row of them."""
 
 MAX_CONNECTIONS: Final = 16
-"""Connections of one process to one run. More callers than that take turns."""
+"""Connections of one process to one run for calls and blocking reads; more callers than that take
+turns. Pipelines have MAX_PIPELINES of their own, so no blocking read holds one up."""
+
+LUA_FOLDER: Final = Path(__file__).parent / "lua"
+"""Where scripts lie. By path: importlib.resources cannot open a namespace package of an editable
+install."""
 
 TRANSLATIONS: Final[Mapping[str, type[LeewayError]]] = {
     "AskError": StoreUnavailable,
@@ -83,65 +100,112 @@ redis.exceptions. What maps to StoreUnavailable is retried first."""
 
 _OUTSIDE: Final = (redis.RedisError, RedisClusterException, OSError)
 
+_IN_WORDS: Final[Mapping[str, tuple[type[LeewayError], str]]] = {
+    "CERTIFICATE_VERIFY_FAILED": (
+        ConfigurationError,
+        "the certificate of Redis at {where} is not trusted: {error}; name its authority by "
+        "?ssl_ca_certs=FILE in replay.url",
+    ),
+    r"BUSY \w+ is busy": (
+        StoreUnavailable,
+        "Redis at {where} is busy with a script that does not end: {error}",
+    ),
+    "ReadOnlyError|READONLY": (
+        StoreUnavailable,
+        "Redis at {where} is a read-only replica: {error}; replay.url must lead to the master",
+    ),
+    "OutOfMemoryError|maxmemory": (
+        StoreError,
+        "Redis at {where} is full: {error}; raise maxmemory or lower max_groups",
+    ),
+    "NoPermissionError|NOPERM": (
+        ConfigurationError,
+        "Redis at {where} does not let the user in replay.url do this: {error}",
+    ),
+    "Cluster mode is not enabled": (
+        ConfigurationError,
+        "no Redis Cluster at {where}: {error}; write redis:// for a single server",
+    ),
+    "All slots are not covered|could not agree on": (
+        StoreUnavailable,
+        "the Redis cluster at {where} is not whole: {error}",
+    ),
+    "NOREPLICAS": (StoreUnavailable, "Redis at {where} has too few replicas to write: {error}"),
+    "UNBLOCKED": (StoreUnavailable, "Redis at {where} is no longer the master: {error}"),
+    "ClusterDownError|CLUSTERDOWN": (
+        StoreUnavailable,
+        "the Redis cluster at {where} is down: {error}",
+    ),
+}
+"""What is told by class or text, since redis has no class for it or a script's error hides it."""
+
 
 def translate(error: BaseException, url: str) -> LeewayError:
     """Our exception for one of redis; the nearest class of its ancestry decides."""
+    if isinstance(error, RedisClusterException) and isinstance(error.__cause__, _OUTSIDE):
+        return translate(error.__cause__, url)  # why no node could be asked for its slots
+    where = address(url)
+    for pattern, (kind, words) in _IN_WORDS.items():
+        if re.search(pattern, f"{type(error).__name__} {error}"):
+            return kind(words.format(where=where, error=error))
     kinds = (TRANSLATIONS.get(cls.__name__) for cls in type(error).__mro__)
     kind = next((kind for kind in kinds if kind), StoreError)
-    where = address(url)
     if kind is StoreUnavailable:
         return kind(f"no answer from Redis at {where}: {error}; is it running and reachable?")
     if kind is ConfigurationError:
         return kind(f"Redis at {where} refuses the user or password in replay.url: {error}")
-    if "maxmemory" in str(error):
-        return kind(f"Redis at {where} is full: {error}; raise maxmemory or lower max_groups")
     return kind(f"Redis at {where}: {type(error).__name__}: {error}")
 
 
-def address(url: str) -> str:
-    """The address of a Redis URL without its password."""
-    parts = urlsplit(url)
-    return f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
-
-
 def check_url(url: str) -> None:
-    """Ping the server within 3 s; raise ConfigurationError if it does not answer."""
+    """Ask the server for an answer within 3 s; raise ConfigurationError if there is none."""
+    parsed = parse_url(url)
     try:
-        with redis.Redis.from_url(
-            url,
-            socket_timeout=3.0,
-            socket_connect_timeout=3.0,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        ) as client:
-            client.ping()
-    except ValueError as error:
-        raise ConfigurationError(f"replay.url is not a Redis URL: {error}") from error
+        ping(parsed)
     except _OUTSIDE as error:
         raise ConfigurationError(str(translate(error, url))) from error
 
 
 class Link:
-    """A connection pool to one server, for one event loop. Calls are retried for `retry_s`."""
+    """Connections to one Redis, for one event loop. What fails is repeated for `retry_s`.
+
+    `execute` is for commands, `call` for the client of the library and for reads that block.
+    """
 
     def __init__(self, url: str, retry_s: float = 30.0) -> None:
+        """Connects when first used. Raises ConfigurationError for what is not a Redis URL."""
         self.url = url
         self._retry_s = retry_s
-        try:
-            pool = redis.asyncio.BlockingConnectionPool.from_url(
-                url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=SOCKET_TIMEOUT_S,
-                socket_timeout=SOCKET_TIMEOUT_S,
-                socket_connect_timeout=3.0,
-                health_check_interval=30,
-                retry=AsyncRetry(NoBackoff(), 0),
-                protocol=2,
-            )
-        except ValueError as error:
-            raise ConfigurationError(f"replay.url is not a Redis URL: {error}") from error
+        parsed = parse_url(url)
         # Any: the library types every reply as the union of sync, async, bytes and str.
-        self.client: Any = redis.asyncio.Redis.from_pool(pool)
+        self.client: Any = build_client(parsed, MAX_CONNECTIONS)
+        # A cluster's nodes have no bound that blocking reads could use up.
+        is_cluster = parsed.kind == "cluster"
+        self._carrier: Any = self.client if is_cluster else build_client(parsed, MAX_PIPELINES)
+        self._pipelines = Pipelines(build_carry(self._carrier))
+        self._packer = redis.asyncio.Connection(protocol=2)  # never connected
+
+    async def execute(self, *commands: Command) -> list[Any]:
+        """Replies of the commands, run one behind another on one connection.
+
+        What is executed in the same turn of the event loop travels as one pipeline. Replies come as
+        Redis sends them: bytes, int, list or None. Raises the error of the first command that
+        Redis refuses; those behind it have run all the same.
+
+        On a cluster the keys of one call lie in one slot. While Redis gives no answer the commands
+        are sent again, until `retry_s` have passed. They may have run already, so they must be
+        harmless to repeat.
+        """
+        try:
+            packed = self._packer.pack_commands(commands)
+        except redis.DataError as error:
+            raise translate(error, self.url) from error
+        try:
+            return await self._pipelines.submit(commands, packed)
+        except _OUTSIDE as error:
+            if not self._is_worth_retrying(error):
+                raise translate(error, self.url) from error
+        return await self._call_again(lambda: self._pipelines.submit(commands, packed))
 
     async def call(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Run `operation`, again while Redis gives no answer, until `retry_s` have passed.
@@ -163,6 +227,8 @@ class Link:
         except _OUTSIDE as error:
             if not self._is_worth_retrying(error):
                 raise translate(error, self.url) from error
+            if isinstance(error, redis.ReadOnlyError):
+                await self._disconnect_idle()
         return await self._call_again(operation)
 
     async def _call_again(self, operation: Callable[[], Awaitable[T]]) -> T:
@@ -174,7 +240,11 @@ class Link:
         )
 
         async def attempt() -> T:  # tenacity awaits coroutine functions only
-            return await operation()
+            try:
+                return await operation()
+            except redis.ReadOnlyError:
+                await self._disconnect_idle()
+                raise
 
         try:
             return await attempts(attempt)
@@ -182,8 +252,17 @@ class Link:
             raise translate(error, self.url) from error
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection. Callers of `execute` get StoreError."""
+        await self._pipelines.close(StoreError(f"the link to Redis at {address(self.url)} closed"))
+        if self._carrier is not self.client:
+            await self._carrier.aclose()
         await self.client.aclose()
+
+    async def _disconnect_idle(self) -> None:
+        """A master once, a replica now: only a new connection can lead to the new master."""
+        pool = getattr(self.client, "connection_pool", None)  # a cluster's client asks again itself
+        if pool is not None:
+            await pool.disconnect(inuse_connections=False)
 
     def _is_worth_retrying(self, error: BaseException) -> bool:
         return isinstance(error, _OUTSIDE) and isinstance(
@@ -192,41 +271,64 @@ class Link:
 
 
 class ScriptSet:
-    """The Lua scripts of one set of keys. `run("add", payload, id="x")` sends one atomic script."""
+    """The Lua scripts of one set of keys. `run("drop", id="x")` sends one atomic script.
 
-    def __init__(self, link: Link, keys: NamedTuple, prelude: Sequence[str]) -> None:
+    Keys by name, or a prefix such as "leeway:{run}:", to which scripts add names. A prefix ends in
+    a hash tag, so that every key of a script lies where the prefix does.
+    """
+
+    def __init__(self, link: Link, keys: NamedTuple | str, prelude: Sequence[str]) -> None:
         self._link = link
-        self._keys = keys
+        self._keys: tuple[str, ...] = (keys,) if isinstance(keys, str) else tuple(keys)
+        self._fields = None if isinstance(keys, str) else keys._fields
         self._prelude = tuple(prelude)
-        self._scripts: dict[str, Any] = {}
+        self._scripts: dict[str, tuple[str, str]] = {}
 
-    async def run(self, name: str, payload: bytes = b"", /, **arguments: object) -> Any:
-        """Run lua/`name`.lua with named arguments, `payload` as ARGV[2]."""
-        script = self._scripts.get(name)
-        if script is None:
-            source = script_source(name, self._keys._fields, self._prelude)
-            script = self._scripts[name] = self._link.client.register_script(source)
+    async def run(
+        self, name: str, /, *, before: Sequence[Command] = (), **arguments: object
+    ) -> Any:
+        """Run lua/`name`.lua with named arguments, behind the commands `before`; its reply.
+
+        Arguments are numbers, text, lists and maps; the msgpack of Redis cannot read bytes. All of
+        it is sent again as `Link.execute` does, so it must be harmless to repeat.
+        """
+        source, sha = self._script(name)
         packed = msgspec.msgpack.encode(arguments)
-        return await self._link.call(lambda: script(keys=self._keys, args=(packed, payload)))
+        tail = (len(self._keys), *self._keys, packed)
+        try:
+            replies = await self._link.execute(*before, ("EVALSHA", sha, *tail))
+        except StoreError as error:
+            if not isinstance(error.__cause__, NoScriptError):
+                raise
+            replies = await self._link.execute(*before, ("EVAL", source, *tail))
+        return replies[-1]
+
+    def _script(self, name: str) -> tuple[str, str]:
+        """Text and SHA-1, by which Redis knows a script that it has run before."""
+        if name not in self._scripts:
+            source = script_source(name, self._fields, self._prelude)
+            self._scripts[name] = source, hashlib.sha1(source.encode()).hexdigest()
+        return self._scripts[name]
 
 
 @functools.cache
-def script_source(name: str, fields: tuple[str, ...], prelude: tuple[str, ...]) -> str:
+def script_source(name: str, fields: tuple[str, ...] | None, prelude: tuple[str, ...]) -> str:
     """lua/`name`.lua behind its prelude, with `key` and `arg` defined.
 
     ("slots", "ready") begins with: local key = {slots = KEYS[1], ready = KEYS[2]}
+    None is for a prefix in KEYS[1]: key.slots is the prefix and "slots".
     """
-    keys = ", ".join(f"{field} = KEYS[{i}]" for i, field in enumerate(fields, start=1))
-    header = f"local key = {{{keys}}}\nlocal arg = cmsgpack.unpack(ARGV[1])\n"
+    if fields is None:
+        keys = "setmetatable({}, {__index = function(_, name) return KEYS[1] .. name end})"
+    else:
+        keys = f"{{{', '.join(f'{field} = KEYS[{i}]' for i, field in enumerate(fields, start=1))}}}"
+    header = f"local key = {keys}\nlocal arg = cmsgpack.unpack(ARGV[1])\n"
     return header + "\n".join(lua_text(part) for part in (*prelude, name))
 
 
 def lua_text(name: str) -> str:
-    """The text of lua/`name`.lua.
-
-    By path: importlib.resources cannot open a namespace package of an editable install.
-    """
-    return (Path(__file__).parent / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    """The text of lua/`name`.lua."""
+    return (LUA_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
 
 
 def stream_entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:

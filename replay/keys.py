@@ -10,52 +10,6 @@ from leeway.replay.errors import ConfigurationError
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class ReplayKeys(NamedTuple):
-    """Keys of the buffer, in the order in which scripts receive them."""
-
-    state: str
-    """hash: learner_version, ramp_version, paused, sequence, num_bytes, the counters, wait_room_s,
-    wait_data_s"""
-    dropped: str
-    """hash: reason -> dropped groups"""
-    slots: str
-    """sorted set: slot id by the ms at which it expires"""
-    ceiling: str
-    """hash: slot id -> newest version its group may hold; set for slots older than a restore"""
-    payloads: str
-    """hash: group id -> encoded group, buffered and leased"""
-    order: str
-    """sorted set: group id by (version, arrival), buffered and leased"""
-    ready: str
-    """sorted set: the part of `order` that is free to be drawn"""
-    version_of: str
-    """hash: slot or group id -> version at admission"""
-    newest_of: str
-    """hash: group id -> newest version among its tokens"""
-    draws_of: str
-    """hash: group id -> how often it was handed out"""
-    count_playing: str
-    """hash: version -> slots admitted at it"""
-    count_ready: str
-    """hash: version -> buffered groups admitted at it"""
-    count_leased: str
-    """hash: version -> leased groups admitted at it"""
-    leases: str
-    """sorted set: lease id by the ms at which it expires"""
-    lease_groups: str
-    """hash: lease id -> group ids, separated by spaces"""
-    lease_version: str
-    """hash: lease id -> learner version it was drawn for"""
-    added: str
-    """sorted set: ids of groups that were added, by time in ms; makes a repeated add harmless"""
-    acknowledged: str
-    """sorted set: ids of acknowledged leases, by time in ms; makes a repeated one harmless"""
-    room: str
-    """stream: wakes callers of admit"""
-    data: str
-    """stream: wakes callers of draw"""
-
-
 class BoardKeys(NamedTuple):
     """Keys of the policy board and the run board."""
 
@@ -83,20 +37,36 @@ class BoardKeys(NamedTuple):
     """the buffer's stream of that name: an engine's newer version wakes callers of admit"""
 
 
-def replay_keys(run: str) -> ReplayKeys:
-    """Keys of the buffer of `run`, such as leeway:{first}:slots."""
-    return ReplayKeys(*(f"{_prefix(run)}{name}" for name in ReplayKeys._fields))
+def replay_prefix(run: str, shard: int = 0) -> str:
+    """What every key of a shard of the buffer starts with: leeway:{first}:, leeway:{first/1}:.
+
+    state            msgpack: counters, version window, virtual times; see lua/base.lua
+    slots, slot      sorted set by the ms at which each expires; hash of its version, age, ceiling
+    groups           hash: group id -> record, a StoredGroup
+    payload:ID       string: the encoded group
+    ready, again     sorted sets by (version, arrival): groups never trained, trained before
+    pick, evict      sorted sets by draw_by and evict_by, where those are not fifo
+    leases, lease    as slots and slot, of draws
+    added            sorted set of ids by time: makes a repeated add harmless
+    acknowledged     the same for leases
+    dropped          hash: reason -> groups; dropped_turns, dropped_tokens: "reason number"
+                     -> trajectories of so many turns, of at most so many tokens
+    waits            hash: caller -> why and since when it waits
+    room, data       streams: wake callers of admit and of draw
+    """
+    tag = _checked(run) if shard == 0 else f"{_checked(run)}/{shard}"
+    return f"leeway:{{{tag}}}:"
 
 
 def board_keys(run: str) -> BoardKeys:
     """Keys of the boards of `run`, such as leeway:{first}:board:engines."""
-    keys = BoardKeys(*(f"{_prefix(run)}board:{name}" for name in BoardKeys._fields))
-    return keys._replace(room=replay_keys(run).room)
+    keys = BoardKeys(*(f"{replay_prefix(run)}board:{name}" for name in BoardKeys._fields))
+    return keys._replace(room=f"{replay_prefix(run)}room")
 
 
-def _prefix(run: str) -> str:
+def _checked(run: str) -> str:
     if not _RUN_NAME.fullmatch(run):
         raise ConfigurationError(
             f"run name {run!r} must be 1 to 100 letters, digits, dots, dashes or underscores"
         )
-    return f"leeway:{{{run}}}:"
+    return run

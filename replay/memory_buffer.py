@@ -1,68 +1,81 @@
 """The state of the buffer in memory and its transitions; none of them waits.
 
-The same rules as the Lua scripts, over schedule.py. Groups are kept encoded, so that bytes are
-counted and copies are made as with Redis. memory_store.py adds the waiting.
+The same rules as the Lua scripts, over schedule.py, limiter.py and selection.py. Groups are kept
+encoded, so that bytes are counted and copies are made as with Redis. memory_store.py adds the
+waiting.
 """
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
-from leeway.replay.bounds import newest_version
-from leeway.replay.codec import decode, encode
 from leeway.replay.config import ReplayConfig
+from leeway.replay.limiter import limiter_of
+from leeway.replay.memory_counts import Dropped
 from leeway.replay.schedule import admissible, drawable, is_engine_behind
-from leeway.replay.schema import Group, PolicyVersion
-from leeway.replay.store import Lease, RefusalReason, ReplayStats, Slot
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.selection import ARRIVALS, draw_score, evict_score
+from leeway.replay.store import Held, RefusalReason, ReplayStats, Slot, Waiting
+from leeway.replay.stored import Drawn, Entry, StoredGroup
 from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
 
 REMEMBERED = 10_000
 """How many added groups and acknowledged leases are recognised when they come again."""
 
 
-class _Held(msgspec.Struct):
-    """A slot: version at admission, expiry on the clock, and the newest version it may hold."""
-
+class _Slot(msgspec.Struct):
     version: int
+    since_s: float
     expires_at_s: float
-    ceiling: float = float("inf")
+    ceiling: float = math.inf
+    """Newest version that its group may hold."""
 
 
-class _Stored(msgspec.Struct):
-    """A buffered or leased group."""
-
+class _Lease(msgspec.Struct):
     version: int
-    newest: int
-    arrival: int
-    data: bytes
-    num_draws: int = 0
-    lease_id: str | None = None
-
-
-class _Drawn(msgspec.Struct):
-    version: int
+    since_s: float
     expires_at_s: float
     ids: list[str]
 
 
+class _Stored(msgspec.Struct):
+    record: StoredGroup
+    payload: bytes
+    draw_score: float = 0.0
+    evict_score: float = 0.0
+    lease_id: str | None = None
+
+    @property
+    def place(self) -> int:
+        return self.record.version * ARRIVALS + self.record.arrival
+
+
 class Buffer:
-    """Slots, groups and leases on one clock."""
+    """Slots, groups and leases on one clock, which gives seconds."""
 
     def __init__(self, config: ReplayConfig, clock: Callable[[], float]) -> None:
         self.config = config
+        self.limiter = limiter_of(config)
         self.learner_version = 0
         self.ramp_version = 0
         self.is_paused = False
-        self.slots: dict[str, _Held] = {}
+        self.slots: dict[str, _Slot] = {}
         self.groups: dict[str, _Stored] = {}
-        self.leases: dict[str, _Drawn] = {}
+        self.leases: dict[str, _Lease] = {}
         self.counts: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {"room": 0.0, "data": 0.0, "play": 0.0, "train": 0.0}
+        self.dropped = Dropped()
+        self.waits: dict[str, tuple[Waiting, float]] = {}
+        """Who waits, and since when by the clock."""
+        self._largest = 0
+        self._drawn_until = 0.0
+        self._evicted_until = 0.0
         self._added: dict[str, None] = {}
         self._acknowledged: dict[str, None] = {}
         self._clock = clock
@@ -71,6 +84,11 @@ class Buffer:
     def next_version(self) -> int:
         """The version the next draw is for: leases in hand are the steps before it."""
         return self.learner_version + len(self.leases)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of buffered and leased groups."""
+        return sum(group.record.size for group in self.groups.values())
 
     def reclaim(self) -> None:
         """Take back expired slots and leases; every transition starts with it."""
@@ -87,114 +105,238 @@ class Buffer:
         held = [*self.slots.values(), *self.leases.values()]
         return min(h.expires_at_s for h in held) - self._clock() if held else None
 
+    # ---- admission
+
     def admit(self, n: int, engine_version: int | None) -> list[Slot] | Refusal:
         """Grant up to `n` slots, or say which bound holds them back."""
-        version = NO_ENGINE if engine_version is None else engine_version
         self.reclaim()
-        num_groups = len(self.slots) + len(self.groups)
-        outstanding = self.playing() + self.ready_counts()
         c = self.config
-        bounds = (c.max_staleness, c.groups_per_step, c.staleness_policy)
-        window = admissible(outstanding, version, self.next_version, *bounds)
-        reason = self._refusal_reason(version, num_groups, window)
+        version = NO_ENGINE if engine_version is None else engine_version
+        if c.staleness_policy == "drop":
+            self._drop_overdue()
+        outstanding = self.playing() + self.ready_counts()
+        num_groups = len(self.slots) + len(self.groups)
+        evictable = len(self._free()) if c.staleness_policy == "drop" else 0
+        rooms: dict[RefusalReason, float] = {
+            "capacity": c.max_groups - num_groups + evictable,
+            "bytes": math.inf if evictable else self._room_for_bytes(),
+            "window": admissible(
+                outstanding,
+                version,
+                self.next_version,
+                c.max_staleness,
+                c.groups_per_step,
+                c.staleness_policy,
+            ),
+            "limiter": self.limiter.room(
+                num_groups, self.counts["inserts"] + len(self.slots), self.counts["samples"]
+            ),
+        }
+        reason = self._refusal_reason(version, rooms)
+        n = int(min(n, *rooms.values()))
+        if reason is None and evictable:
+            n = int(max(1, min(n, c.max_groups - num_groups, self._room_for_bytes())))
+            reason = None if self._make_room(n) else "bytes"
         if reason is not None:
-            return Refusal(
-                reason=reason,
-                version=engine_version,
-                learner_version=self.learner_version,
-                next_version=self.next_version,
-                num_groups=num_groups,
-                outstanding=dict(outstanding),
-                expires_in_s=self.expires_in_s(),
-            )
-        num_granted = min(n, window, self.config.max_groups - num_groups)
-        slots = [Slot(uuid.uuid4().hex, PolicyVersion(version)) for _ in range(num_granted)]
-        expires_at_s = self._clock() + self.config.slot_timeout_s
-        self.slots |= {slot.slot_id: _Held(version, expires_at_s) for slot in slots}
-        self.counts["admitted"] += num_granted
+            return self._refusal(reason, engine_version, num_groups, outstanding)
+        slots = [Slot(uuid.uuid4().hex, PolicyVersion(version)) for _ in range(n)]
+        now = self._clock()
+        expires_at_s = now + c.slot_timeout_s
+        self.slots |= {slot.slot_id: _Slot(version, now, expires_at_s) for slot in slots}
+        self.counts["admitted"] += n
         return slots
 
-    def _refusal_reason(self, version: int, num_groups: int, window: int) -> RefusalReason | None:
+    def _refusal_reason(
+        self, version: int, rooms: Mapping[RefusalReason, float]
+    ) -> RefusalReason | None:
         if self.is_paused:
             return "paused"
         bounds = (self.config.max_staleness, self.config.staleness_policy)
         if is_engine_behind(version, self.learner_version, *bounds):
             return "engine-behind"
-        if num_groups >= self.config.max_groups:
-            return "capacity"
-        return "window" if window == 0 else None
+        return next((reason for reason, room in rooms.items() if room <= 0), None)
 
-    def add(self, group: Group) -> Literal["added", "dropped", "expired"]:
-        """Fill the group's slot. `dropped`: it holds tokens of a version lost in a crash."""
-        self.reclaim()
-        if group.group_id in self._added:
-            return "added"
-        slot = self.slots.pop(group.group_id, None)
-        if slot is None:
-            return "expired"
-        _remember(self._added, group.group_id)
-        newest = newest_version(group)
-        if newest > slot.ceiling:
-            self.dropped["lost-version"] += 1
-            return "dropped"
-        self.counts["added"] += 1
-        self.groups[group.group_id] = _Stored(
-            slot.version, newest, self.counts["added"], encode(group)
+    def _room_for_bytes(self) -> float:
+        """Groups; one being played counts as large as the largest so far."""
+        if self.config.max_bytes is None:
+            return math.inf
+        left = int(self.config.max_bytes) - self.num_bytes
+        if self._largest:
+            return left // self._largest - len(self.slots)
+        return math.inf if left > 0 else 0
+
+    def _make_room(self, n: int) -> bool:
+        """Evict until `n` more groups fit, as far as that is possible."""
+        most = self.config.max_groups - n
+        while (free := self._free()) and (
+            len(self.slots) + len(self.groups) > most or self._room_for_bytes() < n
+        ):
+            first = min(free, key=lambda i: (self.groups[i].evict_score, i))
+            if self.config.evict_by != "fifo":
+                score = self.groups[first].evict_score
+                self._evicted_until = max(self._evicted_until, score)
+            self._drop_group(first, "evicted")
+        return self._room_for_bytes() >= n
+
+    def _refusal(
+        self,
+        reason: RefusalReason,
+        engine_version: int | None,
+        num_groups: int,
+        outstanding: Mapping[int, int],
+    ) -> Refusal:
+        return Refusal(
+            reason=reason,
+            version=engine_version,
+            learner_version=self.learner_version,
+            next_version=self.next_version,
+            num_groups=num_groups,
+            num_slots=len(self.slots),
+            num_bytes=self.num_bytes,
+            largest=self._largest,
+            inserts=self.counts["inserts"],
+            samples=self.counts["samples"],
+            outstanding=dict(outstanding),
+            expires_in_s=self.expires_in_s(),
         )
+
+    # ---- groups
+
+    def add(self, slot_id: str, entry: Entry) -> Literal["added", "dropped", "expired"]:
+        """Fill a slot. `dropped`: it holds tokens of a version lost in a crash."""
+        self.reclaim()
+        slot = self.slots.pop(slot_id, None)
+        if slot is None:
+            return "added" if slot_id in self._added else "expired"
+        _remember(self._added, slot_id)
+        self.seconds["play"] += self._clock() - slot.since_s
+        if entry.newest > slot.ceiling:
+            self.dropped.count("lost-version")
+            return "dropped"
+        self.counts.update(added=1, inserts=1, sequence=1)
+        is_dropping = self.config.staleness_policy == "drop"
+        record = StoredGroup(
+            version=entry.oldest if is_dropping else slot.version,
+            newest=entry.newest,
+            arrival=self.counts["sequence"],
+            draws=0,
+            returns=0,
+            size=len(entry.payload),
+            priority=entry.priority,
+            trajectories=entry.trajectories,
+        )
+        self._largest = max(self._largest, record.size)
+        self.groups[slot_id] = _Stored(record, entry.payload)
+        self._put(slot_id)
         return "added"
 
     def drop(self, slot_id: str, reason: str) -> None:
         """Give a slot back, counted by reason."""
         self.reclaim()
-        if self.slots.pop(slot_id, None) is not None:
-            self.dropped[reason] += 1
+        slot = self.slots.pop(slot_id, None)
+        if slot is not None:
+            self.seconds["play"] += self._clock() - slot.since_s
+            self.dropped.count(reason)
 
-    def draw(self) -> Lease | Shortage:
+    def update_priorities(self, priorities: Mapping[str, float]) -> int:
+        """How many of the groups are stored."""
+        self.reclaim()
+        stored = [group_id for group_id in priorities if group_id in self.groups]
+        for group_id in stored:
+            self._change(group_id, priority=priorities[group_id])
+            if self.groups[group_id].lease_id is None:
+                self._put(group_id)
+        return len(stored)
+
+    def _put(self, group_id: str) -> None:
+        """Rank a group that is free to be drawn."""
+        stored, c = self.groups[group_id], self.config
+        record = stored.record
+        turn = record.draws + record.returns
+        of_group = (record.version, record.arrival, record.priority)
+        stored.lease_id = None
+        stored.draw_score = draw_score(c.draw_by, *of_group, self._drawn_until, c.seed, turn)
+        stored.evict_score = evict_score(c.evict_by, *of_group, self._evicted_until, c.seed, turn)
+
+    def _change(self, group_id: str, **fields: float) -> None:
+        stored = self.groups[group_id]
+        stored.record = msgspec.structs.replace(stored.record, **fields)
+
+    def _drop_group(self, group_id: str, reason: str) -> None:
+        record = self.groups.pop(group_id).record
+        if record.draws:  # it was trained, so nothing is lost
+            return
+        self.dropped.count(reason, record.trajectories)
+        is_policy = reason == "evicted" or (
+            reason == "overdue" and self.config.staleness_policy == "drop"
+        )
+        if not is_policy:
+            self.counts["inserts"] -= 1
+        # What takes its place is younger: under exact the ramp begins anew.
+        if reason != "lost-version":
+            self.ramp_version = self.next_version
+
+    def _drop_overdue(self) -> None:
+        """Groups that no step may train any more."""
+        oldest = self.next_version - self.config.max_staleness
+        for group_id in [i for i in self._free() if self.groups[i].record.version < oldest]:
+            self._drop_group(group_id, "overdue")
+
+    # ---- draws
+
+    def draw(self) -> tuple[str, Drawn] | Shortage:
         """Lease one step's groups, or say what is missing."""
         self.reclaim()
-        version = self.next_version
-        candidates = self._fitting_candidates(version)
         c = self.config
-        bounds = (c.max_staleness, c.groups_per_step, c.staleness_policy)
-        plan = drawable(self.ready_counts(), self.playing(), version, *bounds)
-        if not plan.is_ready:
-            return self._shortage(version, plan.missing, plan.blocking)
-        lease_id = uuid.uuid4().hex
-        expires_at_s = self._clock() + self.config.lease_timeout_s
-        self.leases[lease_id] = _Drawn(version, expires_at_s, candidates)
-        for group_id in candidates:
+        self._drop_overdue()
+        if c.staleness_policy == "exact":
+            self._drop_mixed()
+        version, step = self.next_version, c.groups_per_step
+        num_again = sum(self.groups[i].record.draws > 0 for i in self._free())
+        bounds = (version, c.max_staleness, step, c.staleness_policy, num_again)
+        plan = drawable(self.ready_counts(), self.playing(), *bounds)
+        inserts, samples = self.counts["inserts"], self.counts["samples"]
+        if not plan.is_ready or not self.limiter.may_sample(
+            step, len(self.groups), inserts, samples
+        ):
+            return self._shortage(version, plan.missing, plan.blocking, plan.is_ready)
+        ids = self._chosen(plan.num_forced)
+        lease_id, now = uuid.uuid4().hex, self._clock()
+        self.leases[lease_id] = _Lease(version, now, now + c.lease_timeout_s, ids)
+        for group_id in ids:
             self.groups[group_id].lease_id = lease_id
-            self.groups[group_id].num_draws += 1
-        self.counts["drawn"] += len(candidates)
-        groups = tuple(decode(self.groups[group_id].data) for group_id in candidates)
-        return Lease(lease_id, PolicyVersion(version), groups, PolicyVersion(self.ramp_version))
+        self.counts.update(drawn=step, samples=step)
+        payloads = [self.groups[group_id].payload for group_id in ids]
+        return lease_id, Drawn(version, self.ramp_version, ids, payloads)
 
-    def _fitting_candidates(self, version: int) -> list[str]:
-        """The ready groups of earliest deadline; those that may not be trained are dropped.
-
-        What takes the place of a dropped group is younger: under exact the ramp begins anew.
-        """
+    def _drop_mixed(self) -> None:
+        """Groups of several versions, buffered under another policy, as far as they come now."""
+        step = self.config.groups_per_step
         while True:
-            ready = [i for i in self.order() if self.groups[i].lease_id is None]
-            candidates = ready[: self.config.groups_per_step]
-            reasons = {i: self._unfit_reason(self.groups[i], version) for i in candidates}
-            unfit = {group_id: reason for group_id, reason in reasons.items() if reason}
-            for group_id, reason in unfit.items():
-                del self.groups[group_id]
-                self.dropped[reason] += 1
-                self.ramp_version = version
-            if not unfit:
-                return candidates
+            first = sorted(self._free(), key=lambda i: self.groups[i].place)[:step]
+            records = {i: self.groups[i].record for i in first}
+            mixed = [i for i, record in records.items() if record.newest != record.version]
+            for group_id in mixed:
+                self._drop_group(group_id, "mixed-versions")
+            if not mixed:
+                return
 
-    def _unfit_reason(self, group: _Stored, version: int) -> str | None:
-        if group.num_draws >= self.config.max_draws:
-            return "max-draws"
-        if group.version + self.config.max_staleness < version:
-            return "overdue"
-        is_exact = self.config.staleness_policy == "exact"
-        return "mixed-versions" if is_exact and group.newest != group.version else None
+    def _chosen(self, num_forced: int) -> list[str]:
+        """Those that can wait no longer, then whatever the selector puts first."""
+        free = self._free()
+        untrained = [i for i in free if self.groups[i].record.draws == 0]
+        forced = sorted(untrained, key=lambda i: self.groups[i].place)[:num_forced]
+        ranked = sorted(free, key=lambda i: (self.groups[i].draw_score, i))
+        rest = [i for i in ranked if i not in forced]
+        picked = rest[: self.config.groups_per_step - len(forced)]
+        if self.config.draw_by in ("uniform", "prioritised"):
+            scores = (self.groups[i].draw_score for i in picked)
+            self._drawn_until = max([self._drawn_until, *scores])
+        return forced + picked
 
-    def _shortage(self, version: int, missing: int, blocking: dict[int, int]) -> Shortage:
+    def _shortage(
+        self, version: int, missing: int, blocking: dict[int, int], is_ready: bool
+    ) -> Shortage:
         until = max(blocking) if blocking else None
         awaited = [i for i, slot in self.slots.items() if until is None or slot.version <= until]
         return Shortage(
@@ -203,29 +345,48 @@ class Buffer:
             blocking_until=until,
             playing=dict(self.playing()),
             awaited=awaited[:4],
+            is_limited=is_ready,
+            num_stored=len(self.groups),
+            inserts=self.counts["inserts"],
+            samples=self.counts["samples"],
             expires_in_s=self.expires_in_s(),
         )
 
     def acknowledge(self, lease_id: str, version: int) -> Literal["ok", "expired"]:
-        """Forget the lease's groups and move the learner's version."""
+        """Move the learner's version; keep what may be trained once more, forget the rest."""
         self.reclaim()
         if lease_id in self._acknowledged:
             return "ok"
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return "expired"
-        for group_id in lease.ids:
-            del self.groups[group_id]
         _remember(self._acknowledged, lease_id)
         self.learner_version = max(self.learner_version, version)
         self.counts["trained"] += len(lease.ids)
+        self.seconds["train"] += self._clock() - lease.since_s
+        for group_id in lease.ids:
+            record = self.groups[group_id].record
+            is_young = record.version + self.config.max_staleness >= self.next_version
+            if record.draws + 1 < self.config.max_draws and is_young:
+                self._change(group_id, draws=record.draws + 1)
+                self._put(group_id)
+            else:
+                del self.groups[group_id]
         return "ok"
 
     def return_lease(self, lease_id: str) -> None:
-        """Put the lease's groups back."""
+        """Put the lease's groups back; those that came back too often are dropped."""
         lease = self.leases.pop(lease_id, None)
-        for group_id in lease.ids if lease else ():
-            self.groups[group_id].lease_id = None
+        if lease is None:
+            return
+        self.counts["samples"] -= len(lease.ids)
+        self.seconds["train"] += self._clock() - lease.since_s
+        for group_id in lease.ids:
+            self._change(group_id, returns=self.groups[group_id].record.returns + 1)
+            if self.groups[group_id].record.returns > self.config.max_returns:
+                self._drop_group(group_id, "returned")
+            else:
+                self._put(group_id)
 
     def restore_version(self, version: int) -> int:
         """Return every lease and drop what versions after `version` sampled; begin the ramp."""
@@ -233,42 +394,41 @@ class Buffer:
         for lease_id in list(self.leases):
             self.return_lease(lease_id)
         self.learner_version = self.ramp_version = version
-        lost_groups = [i for i, group in self.groups.items() if group.newest > version]
-        lost_slots = [i for i, slot in self.slots.items() if slot.version > version]
+        lost_groups = [i for i, g in self.groups.items() if g.record.newest > version]
         for group_id in lost_groups:
-            del self.groups[group_id]
+            self._drop_group(group_id, "lost-version")
+        lost_slots = [i for i, slot in self.slots.items() if slot.version > version]
         for slot_id in lost_slots:
             del self.slots[slot_id]
+            self.dropped.count("lost-version")
         for slot in self.slots.values():
             slot.ceiling = version
-        num_lost = len(lost_groups) + len(lost_slots)
-        if num_lost:
-            self.dropped["lost-version"] += num_lost
-        return num_lost
+        return len(lost_groups) + len(lost_slots)
+
+    # ---- views
 
     def playing(self) -> Counter[int]:
         """Slots by version."""
         return Counter(slot.version for slot in self.slots.values())
 
     def ready_counts(self) -> Counter[int]:
-        """Buffered groups by version."""
-        return Counter(g.version for g in self.groups.values() if g.lease_id is None)
+        """Buffered groups that were never trained, by version."""
+        return _untrained(self.groups[i] for i in self._free())
 
     def order(self) -> list[str]:
-        """Ids of buffered and leased groups, earliest deadline first."""
-        return sorted(self.groups, key=lambda i: (self.groups[i].version, self.groups[i].arrival))
+        """Ids of buffered and leased groups, earliest arrival first."""
+        return sorted(self.groups, key=lambda i: self.groups[i].record.arrival)
 
-    def stats(self, wait_room_s: float, wait_data_s: float) -> ReplayStats:
-        """A snapshot; the waits are counted by the caller."""
+    def stats(self) -> ReplayStats:
+        """A snapshot."""
         self.reclaim()
-        num_leased = sum(len(lease.ids) for lease in self.leases.values())
-        stored = Counter(group.version for group in self.groups.values())
+        now = self._clock()
         return ReplayStats(
             learner_version=PolicyVersion(self.learner_version),
             num_slots=len(self.slots),
-            num_ready=len(self.groups) - num_leased,
-            num_leased=num_leased,
-            num_bytes=sum(len(group.data) for group in self.groups.values()),
+            num_ready=len(self._free()),
+            num_leased=sum(len(lease.ids) for lease in self.leases.values()),
+            num_bytes=self.num_bytes,
             admission_paused=self.is_paused,
             num_admitted=self.counts["admitted"],
             num_added=self.counts["added"],
@@ -276,11 +436,39 @@ class Buffer:
             num_trained=self.counts["trained"],
             num_slots_expired=self.counts["slots_expired"],
             num_leases_expired=self.counts["leases_expired"],
-            dropped=dict(self.dropped),
-            outstanding=dict(sorted((self.playing() + stored).items())),
-            wait_room_s=wait_room_s,
-            wait_data_s=wait_data_s,
+            dropped=dict(self.dropped.groups),
+            dropped_turns=self.dropped.by_turns(),
+            dropped_tokens=self.dropped.by_tokens(),
+            outstanding=dict(sorted((self.playing() + _untrained(self.groups.values())).items())),
+            wait_room_s=self.seconds["room"],
+            play_s=self.seconds["play"],
+            wait_data_s=self.seconds["data"],
+            train_s=self.seconds["train"],
+            waits=tuple(
+                Waiting(wait.side, wait.reason, now - since) for wait, since in self.waits.values()
+            ),
+            slots=tuple(
+                Held(i, s.version, now - s.since_s, s.expires_at_s - now)
+                for i, s in sorted(self.slots.items(), key=lambda item: item[1].expires_at_s)[:64]
+            ),
+            leases=tuple(
+                Held(i, x.version, now - x.since_s, x.expires_at_s - now, len(x.ids))
+                for i, x in self.leases.items()
+            ),
         )
+
+    def note_wait(self, waiter: str, wait: Waiting) -> None:
+        """A caller waits, for the reason it was told last."""
+        _, since = self.waits.get(waiter, (wait, self._clock()))
+        self.waits[waiter] = (wait, since)
+
+    def _free(self) -> list[str]:
+        """Groups under no lease."""
+        return [i for i, group in self.groups.items() if group.lease_id is None]
+
+
+def _untrained(groups: Iterable[_Stored]) -> Counter[int]:
+    return Counter(group.record.version for group in groups if group.record.draws == 0)
 
 
 def _remember(recent: dict[str, None], name: str) -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Literal
 
 from leeway.replay.bounds import check_fills, check_staleness
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import WaitTimeout
 from leeway.replay.memory_buffer import Buffer
 from leeway.replay.schema import Group, GroupId, PolicyVersion
-from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource
+from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource, Waiting
+from leeway.replay.stored import entry_of, lease_of
 from leeway.replay.waiting import (
     Refusal,
     Shortage,
@@ -39,14 +42,12 @@ class MemoryReplay:
         self.config = config
         self._buffer = Buffer(config, clock)
         self._changed = asyncio.Condition()
-        self._wait_room_s = 0.0
-        self._wait_data_s = 0.0
 
     async def admit(
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
         """See Replay. A version source must not call this buffer: it is asked under its lock."""
-        wait = Wait(timeout_s)
+        wait, waiter = Wait(timeout_s), uuid.uuid4().hex
         was_open = False
         async with self._changed:
             try:
@@ -56,16 +57,17 @@ class MemoryReplay:
                     if wait.is_over or is_told_to_stop:
                         raise WaitTimeout(describe_refusal(granted, self.config, wait.elapsed_s))
                     left_s = wait.next_s(granted.expires_in_s)
+                    self._buffer.note_wait(waiter, Waiting("rollout", granted.reason, 0.0))
                     await self._sleep(min(left_s, RECHECK_S) if callable(version) else left_s)
             finally:
-                self._wait_room_s += wait.waited_s
+                self._end(waiter, "room", wait)
         return granted
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
         check_fills(slot, group, self.config)
         async with self._changed:
-            outcome = self._buffer.add(group)
+            outcome = self._buffer.add(slot.slot_id, entry_of(group))
             self._changed.notify_all()
         if outcome == "expired":
             raise slot_expired(slot, self.config)
@@ -78,16 +80,18 @@ class MemoryReplay:
 
     async def draw(self, timeout_s: float) -> Lease:
         """See Replay. While a lease is held, the next draw is for the version after it."""
-        wait = Wait(timeout_s)
+        wait, waiter = Wait(timeout_s), uuid.uuid4().hex
         async with self._changed:
             try:
-                while isinstance(lease := self._buffer.draw(), Shortage):
+                while isinstance(drawn := self._buffer.draw(), Shortage):
                     if wait.is_over:
-                        raise WaitTimeout(describe_shortage(lease, self.config, wait.elapsed_s))
-                    await self._sleep(wait.next_s(lease.expires_in_s))
+                        raise WaitTimeout(describe_shortage(drawn, self.config, wait.elapsed_s))
+                    self._buffer.note_wait(waiter, Waiting("learner", drawn.reason, 0.0))
+                    await self._sleep(wait.next_s(drawn.expires_in_s))
             finally:
-                self._wait_data_s += wait.waited_s
+                self._end(waiter, "data", wait)
                 self._changed.notify_all()  # a draw may have dropped groups, which makes room
+        lease = lease_of(*drawn)
         check_staleness(lease, self.config)
         return lease
 
@@ -106,6 +110,11 @@ class MemoryReplay:
             self._buffer.return_lease(lease.lease_id)
             self._changed.notify_all()
 
+    async def update_priorities(self, priorities: Mapping[str, float]) -> int:
+        """See Replay."""
+        async with self._changed:
+            return self._buffer.update_priorities(priorities)
+
     async def restore_version(self, version: PolicyVersion) -> int:
         """See Replay."""
         async with self._changed:
@@ -122,7 +131,7 @@ class MemoryReplay:
     async def stats(self) -> ReplayStats:
         """See Replay."""
         async with self._changed:
-            return self._buffer.stats(self._wait_room_s, self._wait_data_s)
+            return self._buffer.stats()
 
     async def group_ids(self) -> list[GroupId]:
         """See Replay."""
@@ -135,3 +144,8 @@ class MemoryReplay:
         """Until notified or `seconds` have passed. The condition is held before and after."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def _end(self, waiter: str, name: Literal["room", "data"], wait: Wait) -> None:
+        """Add a wait to its sum, once it is over. The first try is not waiting."""
+        self._buffer.seconds[name] += wait.waited_s
+        self._buffer.waits.pop(waiter, None)

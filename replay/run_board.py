@@ -90,11 +90,11 @@ class RunBoard:
         """The reason, as soon as a stop is requested; None after `timeout_s`."""
         wait = Wait(timeout_s)
         while True:
-            seen = self._control.seen
+            heard = self._control.heard
             reason = await self.stop_requested()
             if reason is not None or wait.is_over:
                 return reason
-            await self._control.wait(seen, wait.next_s(None))
+            await self._control.wait(heard, wait.next_s(None))
 
     async def set_phase(self, name: str) -> None:
         """Say what the run is doing."""
@@ -108,7 +108,7 @@ class RunBoard:
         """The phase, as soon as it is `name` or a later one of PHASES. Raises WaitTimeout."""
         wait = Wait(timeout_s)
         while True:
-            seen = self._control.seen
+            heard = self._control.heard
             phase = await self.phase()
             if phase is not None and _has_reached(phase, name):
                 return phase
@@ -117,7 +117,7 @@ class RunBoard:
                     f"the run did not reach phase {name!r} within {timeout_s:.1f} s; it is in "
                     f"{phase!r}"
                 )
-            await self._control.wait(seen, wait.next_s(None))
+            await self._control.wait(heard, wait.next_s(None))
 
     async def close(self) -> None:
         """Close connections. The board stays."""

@@ -18,11 +18,15 @@ With B=2 and max_staleness=1 the draws are
     at 1: 2 from 0, 2 from 1; the 2 from 0 are drawn, 1 old
     at 2: 2 from 1, 2 from 2; the 2 from 1 are drawn, 1 old, and so on
 
+"drop" admits without a window, since what grows too old is dropped: only an engine so old that all
+it samples is too old at once is refused.
+
 lua/rule.lua is the same arithmetic; tests/integration/test_replay_lua_rule.py compares them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -38,6 +42,9 @@ class DrawPlan(msgspec.Struct, frozen=True):
     blocking: dict[int, int]
     """Groups still being played that must be in this step, by version at admission. Under exact
     all that are being played: none may see the version that this step makes."""
+    num_forced: int = 0
+    """How many of the earliest deadlines must be in this step, so that the rest can be trained in
+    time. Whoever draws in another order takes these first."""
 
     @property
     def is_ready(self) -> bool:
@@ -65,7 +72,7 @@ def admissible(
     max_staleness: int,
     groups_per_step: int,
     policy: StalenessPolicy = "pace",
-) -> int:
+) -> int | float:
     """How many more groups may be admitted at `version`, at least 0.
 
     learner at 5, B=2, max_staleness=1, nothing outstanding, engines at 5 -> deadline 6,
@@ -77,6 +84,8 @@ def admissible(
     """
     if is_engine_behind(version, learner_version, max_staleness, policy):
         return 0
+    if policy == "drop":
+        return math.inf
     deadline = version + max_staleness
     checkpoints = {deadline} | {a + max_staleness for a in outstanding}
     room = min(
@@ -94,6 +103,7 @@ def drawable(
     max_staleness: int,
     groups_per_step: int,
     policy: StalenessPolicy = "pace",
+    num_again: int = 0,
 ) -> DrawPlan:
     """Whether the `groups_per_step` ready groups of earliest deadline may be drawn now.
 
@@ -107,17 +117,23 @@ def drawable(
     Waiting is asked for only where it would help, that is where a group drawn now could have waited
     instead. Groups too many to be trained in time (after limits were lowered) do not stop a draw.
 
+    `num_again` groups were trained before and may be drawn again: they fill a step up, and nobody
+    owes them one. Under drop only the number counts.
+
     Under exact all (1 + 1) * 2 = 4 groups must be ready and none may be played: ready {4: 2, 5: 1},
     playing {5: 1} -> missing 1, blocking {5: 1}.
     """
     usable = {a: n for a, n in ready.items() if a + max_staleness >= learner_version}
-    num_ready = sum(usable.values())
+    num_ready = sum(usable.values()) + num_again
     if policy == "exact":
         window = (max_staleness + 1) * groups_per_step
-        return DrawPlan(max(0, window - num_ready), dict(playing))
+        return DrawPlan(max(0, window - num_ready), dict(playing), groups_per_step)
     if num_ready < groups_per_step:
         return DrawPlan(groups_per_step - num_ready, {})
+    if policy == "drop":
+        return DrawPlan(0, {})
     awaited = {a: n for a, n in playing.items() if a + max_staleness >= learner_version}
+    num_forced = 0
     for last in sorted({*usable, *awaited}):
         due_ready, due_playing = _due(usable, last), _due(awaited, last)
         num_drawn = min(groups_per_step, due_ready)
@@ -125,7 +141,8 @@ def drawable(
         is_late = due_ready - num_drawn + due_playing > later_steps
         if is_late and due_playing and num_drawn < groups_per_step:
             return DrawPlan(0, {a: n for a, n in awaited.items() if a <= last})
-    return DrawPlan(0, {})
+        num_forced = max(num_forced, min(num_drawn, due_ready + due_playing - later_steps))
+    return DrawPlan(0, {}, num_forced)
 
 
 def _due(counts: Mapping[int, int], last_version: int) -> int:

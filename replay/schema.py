@@ -6,13 +6,14 @@ its tokens (prompt, generated, observed), `K` its turns.
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, NewType
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Raised with every change of the records below; a reader refuses any other number."""
 
 PolicyVersion = NewType("PolicyVersion", int)
@@ -86,6 +87,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """The oldest version among all trained tokens of the group."""
         return PolicyVersion(min(t.oldest_version for t in self.trajectories))
 
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of all trajectories; two of L = 100 and L = 60 make 160."""
+        return sum(len(trajectory.token_ids) for trajectory in self.trajectories)
+
 
 def check_group(group: Group) -> None:
     """Raise DataError unless lengths agree, turns cover the tokens, and every number is finite.
@@ -97,25 +103,42 @@ def check_group(group: Group) -> None:
 
     if not group.trajectories:
         raise DataError(f"group {group.group_id} holds no trajectory")
+    are_sound = _are_numbers_sound(group.trajectories)
     for trajectory in group.trajectories:
-        where = f"group {group.group_id}, trajectory {trajectory.trajectory_id}"
-        problem = _first_problem(trajectory)
+        problem = _first_problem(trajectory, are_sound)
         if problem:
-            raise DataError(f"{where}: {problem}")
+            raise DataError(
+                f"group {group.group_id}, trajectory {trajectory.trajectory_id}: {problem}"
+            )
 
 
-def _first_problem(trajectory: Trajectory) -> str | None:
-    num_trained = sum(turn.num_generated for turn in trajectory.turns)
+def _are_numbers_sound(trajectories: tuple[Trajectory, ...]) -> bool:
+    """Whether no trajectory has a bad log-prob, version or reward; False as well without a token.
+
+    One look at all arrays joined: a call of numpy costs more than the numbers of one trajectory.
+    """
+    logprobs = np.concatenate([trajectory.logprobs for trajectory in trajectories])
+    versions = np.concatenate([trajectory.versions for trajectory in trajectories])
+    return (
+        versions.size > 0
+        and versions.min() >= 0
+        and bool(np.isfinite(logprobs).all())
+        and all(math.isfinite(trajectory.reward) for trajectory in trajectories)
+    )
+
+
+def _first_problem(trajectory: Trajectory, are_numbers_sound: bool) -> str | None:
     if not trajectory.turns:
         return "it has no turn"
+    num_trained = sum([turn.num_generated for turn in trajectory.turns])
     if num_trained == 0:
         return "it has no generated token"
-    for name in ("logprobs", "versions"):
-        if len(getattr(trajectory, name)) != num_trained:
-            return f"{len(getattr(trajectory, name))} {name} for {num_trained} generated tokens"
+    for name, array in (("logprobs", trajectory.logprobs), ("versions", trajectory.versions)):
+        if len(array) != num_trained:
+            return f"{len(array)} {name} for {num_trained} generated tokens"
     return (
         _first_gap(trajectory)
-        or _first_bad_number(trajectory)
+        or (None if are_numbers_sound else _first_bad_number(trajectory))
         or _first_bad_turn_reward(trajectory)
     )
 
@@ -150,7 +173,7 @@ def _first_bad_turn_reward(trajectory: Trajectory) -> str | None:
     if len(rewards) != len(trajectory.turns):
         return f"{len(rewards)} turn rewards for {len(trajectory.turns)} turns"
     for k, reward in enumerate(rewards):
-        if not np.isfinite(reward):
+        if not math.isfinite(reward):
             return f"turn {k}: reward is {reward}"
     if abs(sum(rewards) - trajectory.reward) > 1e-4:
         return f"its turn rewards sum to {sum(rewards):g}, its reward is {trajectory.reward:g}"

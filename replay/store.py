@@ -22,20 +22,32 @@ Under `staleness_policy = "exact"` the window is the same, but groups are admitt
 oldest engine holds the learner's version and no lease is held, and drawn only when all
 (max_staleness + 1) * B groups are ready. So no version is published while a group is played, and
 every group is exactly max_staleness old, but for the ramp (Lease.ramp_version).
+
+Under `staleness_policy = "drop"` there is no window: groups are admitted as long as there is room,
+by evicting others if need be, and those that have grown too old for the next step are dropped and
+counted.
+
+Whatever the policy, `draw_by` chooses among the groups that are ready, the limiter holds inserts
+and samples together, and a group is under one live lease at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, Protocol
 
 import msgspec
 
 from leeway.replay.schema import Group, GroupId, PolicyVersion
 
-RefusalReason = Literal["window", "capacity", "engine-behind", "paused"]
-"""Which bound held an admission back: the version window, `max_groups`, engines too old for the
-learner's version (under exact: at any other), or admission stopped for shutdown."""
+RefusalReason = Literal["window", "capacity", "bytes", "limiter", "engine-behind", "paused"]
+"""Which bound held an admission back: the version window, `max_groups`, `max_bytes`, the limiter,
+engines too old for the learner's version (under exact: at any other), or admission stopped for
+shutdown."""
+
+ShortageReason = Literal["missing", "blocked", "limiter"]
+"""What held a draw back: too few groups, groups still being played that must be in this step, or
+the limiter."""
 
 
 VersionSource = Callable[[], Awaitable[PolicyVersion | None]]
@@ -49,6 +61,8 @@ class Slot(msgspec.Struct, frozen=True):
     """Also the group id of the group that fills it."""
     version: PolicyVersion
     """Oldest live engine version at admission."""
+    shard: int = 0
+    """Where its group goes."""
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False):
@@ -63,6 +77,25 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
     groups admitted up to it may be trained younger than max_staleness under exact."""
 
 
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """A caller that waits now."""
+
+    side: Literal["rollout", "learner"]
+    reason: RefusalReason | ShortageReason
+    since_s: float
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A slot or a lease that is held now."""
+
+    id: str
+    version: int
+    """Engine version at admission, or learner version of the draw."""
+    since_s: float
+    expires_in_s: float
+    num_groups: int = 1
+
+
 class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent snapshot of the buffer, taken by one script."""
 
@@ -70,7 +103,7 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     """Groups being played."""
     num_ready: int
-    """Groups buffered and free to be drawn."""
+    """Groups buffered and free to be drawn, also those that were trained before."""
     num_leased: int
     """Groups at the learner."""
     num_bytes: int
@@ -81,19 +114,35 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     num_drawn: int
     """Hand-outs; a group drawn twice counts twice."""
     num_trained: int
-    """Groups acknowledged."""
+    """Groups acknowledged, once for every step that trained them."""
     num_slots_expired: int
     num_leases_expired: int
     dropped: dict[str, int]
-    """Dropped groups by reason: the callers' own, and the buffer's "max-draws", "lost-version",
-    "overdue" (too old for any step to come, after limits were lowered or a step was skipped) and,
-    under exact, "mixed-versions" (not all of the slot's version, buffered under pace)."""
+    """Dropped groups by reason: the callers' own, and the buffer's "returned" (came back from the
+    learner more than max_returns times), "lost-version", "overdue" (too old for any step to come:
+    under drop as a matter of course, else after limits were lowered or a step was skipped),
+    "evicted" (under drop, for room) and, under exact, "mixed-versions" (not all of the slot's
+    version, buffered under another policy). A group that was trained before is not counted."""
+    dropped_turns: dict[str, dict[int, int]] = {}
+    """Trajectories of dropped groups by reason and number of turns."""
+    dropped_tokens: dict[str, dict[int, int]] = {}
+    """The same by length: at most so many tokens, powers of two."""
     outstanding: dict[int, int]
-    """Outstanding groups by the version at their admission."""
+    """Untrained groups by version: slots, buffered and leased."""
     wait_room_s: float
-    """Seconds rollout workers have waited for admission, summed over workers."""
+    """Seconds rollout workers have waited for admission, summed over callers."""
+    play_s: float = 0.0
+    """Seconds slots were held until they were filled or dropped, summed over slots."""
     wait_data_s: float
     """Seconds the learner has waited for groups."""
+    train_s: float = 0.0
+    """Seconds leases were held until they were acknowledged or came back, summed over leases."""
+    waits: tuple[Waiting, ...] = ()
+    """Who waits now."""
+    slots: tuple[Held, ...] = ()
+    """The slots that expire next, 64 at most."""
+    leases: tuple[Held, ...] = ()
+    """Every lease."""
 
 
 class Replay(Protocol):
@@ -125,7 +174,8 @@ class Replay(Protocol):
         ...
 
     async def draw(self, timeout_s: float) -> Lease:
-        """Lease `groups_per_step` groups, earliest deadline first.
+        """Lease `groups_per_step` groups: under pace those that can wait no longer, then by
+        `draw_by`.
 
         Raises WaitTimeout naming what is missing: groups not yet ready, or the ones still being
         played that must be in this step to stay within the bound. Under exact a second draw waits
@@ -134,7 +184,8 @@ class Replay(Protocol):
         ...
 
     async def acknowledge(self, lease: Lease, version: PolicyVersion) -> None:
-        """The groups were trained and made `version`; forget them and move the learner's version.
+        """The groups were trained and made `version`: move the learner's version, and forget those
+        that were trained max_draws times or are too old for another step.
 
         Raises LeaseExpired when the lease is no longer held.
         """
@@ -142,6 +193,13 @@ class Replay(Protocol):
 
     async def release(self, lease: Lease) -> None:
         """Hand the groups back untrained."""
+        ...
+
+    async def update_priorities(self, priorities: Mapping[str, float]) -> int:
+        """Set priorities, at least 0, by group id; returns how many of the groups are stored.
+
+        They count from the next draw on, with draw_by or evict_by "prioritised".
+        """
         ...
 
     async def restore_version(self, version: PolicyVersion) -> int:
@@ -164,7 +222,7 @@ class Replay(Protocol):
         ...
 
     async def group_ids(self) -> list[GroupId]:
-        """Ids of buffered and leased groups, earliest deadline first."""
+        """Ids of buffered and leased groups, earliest arrival first."""
         ...
 
     async def close(self) -> None:

@@ -10,8 +10,15 @@ import msgspec
 
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import LeaseExpired, SlotExpired
+from leeway.replay.limiter import limiter_of
 from leeway.replay.schema import PolicyVersion
-from leeway.replay.store import Lease, RefusalReason, Slot, VersionSource
+from leeway.replay.store import (
+    Lease,
+    RefusalReason,
+    ShortageReason,
+    Slot,
+    VersionSource,
+)
 
 NO_ENGINE: Final = -(2**31)
 """Stands for the version of no engine: older than any bound allows, so admission is refused."""
@@ -28,10 +35,19 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Learner version of the next draw."""
     num_groups: int
     """Slots, buffered and leased groups."""
+    num_slots: int
+    num_bytes: int
+    """Of buffered and leased groups."""
+    largest: int
+    """Bytes of the largest group so far."""
+    inserts: int
+    samples: int
     outstanding: dict[int, int]
     """Slots and buffered groups by version at admission."""
     expires_in_s: float | None
     """Seconds to the nearest expiry of a slot or lease; None when nothing is held."""
+    signal: str = "0-0"
+    """Id of the last wake-up before this, where there are any."""
 
 
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +63,21 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     """Groups being played by version at admission."""
     awaited: list[str]
     """Some of the slots waited for, oldest first."""
+    is_limited: bool
+    """The limiter alone holds the draw back."""
+    num_stored: int
+    """Buffered and leased groups."""
+    inserts: int
+    samples: int
     expires_in_s: float | None
+    signal: str = "0-0"
+
+    @property
+    def reason(self) -> ShortageReason:
+        """In one word."""
+        if self.is_limited:
+            return "limiter"
+        return "missing" if self.missing else "blocked"
 
 
 class Wait:
@@ -112,6 +142,15 @@ def describe_refusal(refusal: Refusal, config: ReplayConfig, timeout_s: float) -
             f"{start}: {r.num_groups} of max_groups {config.max_groups} groups exist; waiting for "
             "the learner to train some"
         )
+    if r.reason == "bytes":
+        return f"{start}: {_bytes_refusal(r, config)}"
+    if r.reason == "limiter":
+        limiter = limiter_of(config)
+        return (
+            f"{start}: {r.inserts} groups inserted and {r.num_slots} being played, {r.samples} "
+            f'sampled; limiter "{config.limiter}" lets inserts x {limiter.samples_per_insert:g} be '
+            f"at most {limiter.max_diff:g} ahead of samples; waiting for the learner to draw"
+        )
     if r.version is None:
         return f"{start}: no engine lives; waiting for one to register"
     if config.staleness_policy == "exact":
@@ -129,6 +168,18 @@ def describe_refusal(refusal: Refusal, config: ReplayConfig, timeout_s: float) -
         f"{r.version} could not be trained by {deadline}; waiting for the learner to step and the "
         "engines to follow"
     )
+
+
+def _bytes_refusal(r: Refusal, config: ReplayConfig) -> str:
+    assert config.max_bytes is not None
+    step = r.largest * config.groups_per_step
+    stored = (
+        f"{r.num_bytes} bytes are stored and {r.num_slots} groups of up to {r.largest} bytes are "
+        f"being played, max_bytes is {int(config.max_bytes)}"
+    )
+    if step > config.max_bytes:
+        return f"{stored}; a step of such groups takes {step} bytes: raise max_bytes"
+    return f"{stored}; waiting for the learner to train some"
 
 
 def _exact_refusal(r: Refusal, config: ReplayConfig) -> str:
@@ -163,6 +214,14 @@ def describe_shortage(shortage: Shortage, config: ReplayConfig, timeout_s: float
         return (
             f"{start}: {by_version(awaited)} are still being played and must be in this step to "
             f"stay within max_staleness {config.max_staleness}{slots}"
+        )
+    if s.is_limited:
+        limiter = limiter_of(config)
+        return (
+            f'{start}: limiter "{config.limiter}" draws when {limiter.min_size} groups exist and '
+            f"inserts x {limiter.samples_per_insert:g} stay {limiter.min_diff:g} ahead of samples; "
+            f"{s.num_stored} exist, {s.inserts} were inserted, {s.samples} sampled; waiting for "
+            "rollouts"
         )
     ready = f"{config.groups_per_step - s.missing} are ready"
     if is_exact:

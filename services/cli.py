@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from leeway.services.bench.commands import Overrides, bench_app
+from leeway.services.replay_commands import replay_app
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show, check and describe configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
+app.add_typer(replay_app, name="replay")
 
 File = Annotated[Path | None, typer.Argument(help="TOML file; without one, the defaults.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from leeway.learner.objective.presets import problems as problems_of_objective
 from leeway.learner.objective.presets import resolve
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.redis_urls import parse_url
 from leeway.services.config_text import BUNDLED, PATH_KEYS, mask_url, show, value_at
 
 if TYPE_CHECKING:
@@ -157,11 +158,11 @@ def _eval_problems(config: RunConfig) -> Iterator[str]:
 
 def _source_problems(config: RunConfig) -> Iterator[str]:
     url = config.replay.url
-    if url is not None and not re.match(r"(redis|rediss|unix)://.", url):
-        yield (
-            f"replay.url = {show(mask_url(url))} is not a Redis URL; "
-            "write redis://user:password@host:6379/0"
-        )
+    if url is not None:
+        try:
+            parse_url(url)
+        except ConfigurationError as error:
+            yield f"{error} (it is {show(mask_url(url))})"
     retriever = config.search.retriever_url
     if retriever is not None and not re.match(r"https?://.", retriever):
         yield f"search.retriever_url = {show(retriever)} must start with http:// or https://"

@@ -74,7 +74,15 @@ def expectation(field: FieldInfo) -> str:
             arms += get_args(arm) if get_origin(arm) is Literal else [arm]
     if all(isinstance(arm, str) for arm in arms):
         return "one of " + ", ".join(f'"{arm}"' for arm in arms)
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    from pydantic import ByteSize
+
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+        ByteSize: 'bytes, as a number or "4GiB"',
+    }
     kind = " or ".join(names.get(arm, str(arm)) for arm in arms)
     words = {"ge": "of at least", "gt": "greater than", "le": "at most", "lt": "less than"}
     bounds = [
@@ -180,7 +188,7 @@ MASK: Final = "***"
 def mask_url(text: str) -> str:
     """redis://user:secret@host:6379/0 -> redis://user:***@host:6379/0, also inside a sentence."""
     text = re.sub(r'(?<=://)([^/@:\s"]*):[^\s"]*@', rf"\1:{MASK}@", text)
-    return re.sub(r'([?&]password=)[^&\s"]*', rf"\1{MASK}", text)
+    return re.sub(r'([?&]\w*password=)[^&\s"]*', rf"\1{MASK}", text)
 
 
 def masked(config: RunConfig) -> RunConfig:

@@ -31,9 +31,9 @@ from leeway.replay.bounds import check_exact
 from leeway.replay.codec import decode, encode
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import StalenessViolation, WaitTimeout
-from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import Group, PolicyVersion
-from leeway.replay.store import Lease
+from leeway.replay.sharded_store import connect_replay
+from leeway.replay.store import Lease, Replay
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory
 from leeway.services.snapshot import build_snapshot
@@ -101,7 +101,7 @@ class LearnerProcess:
         name = self._run.root.name
         self._board = RunBoard(self._redis_url, name)
         policies = PolicyBoard(self._redis_url, name)
-        replay = RedisReplay(self._redis_url, name, self._config.replay)
+        replay = connect_replay(self._redis_url, name, self._config.replay)
         self._policies = policies
         self._replay = replay
         timeout_s = self._config.learner.publish_timeout_s
@@ -123,7 +123,7 @@ class LearnerProcess:
             await policies.close()
             await self._board.close()
 
-    async def _restore(self, replay: RedisReplay) -> None:
+    async def _restore(self, replay: Replay) -> None:
         """Bring buffer and engines to this learner's version before anything is admitted."""
         await replay.pause_admission(True)
         dropped = await replay.restore_version(self.version)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from leeway.replay.chain import Seconds, Side, WaitLink, chain, seconds_by_side
 from leeway.replay.store import ReplayStats
 
 Section = Mapping[str, Any]
@@ -90,7 +91,15 @@ class ReplayView(msgspec.Struct, frozen=True, kw_only=True):
     num_dropped: int
     dropped: dict[str, int]
     """Dropped groups by reason."""
+    dropped_turns: dict[str, dict[int, int]]
+    """Their trajectories by reason and number of turns."""
+    dropped_tokens: dict[str, dict[int, int]]
+    """The same by length: at most so many tokens."""
     admission_paused: bool
+    seconds: dict[Side, Seconds]
+    """Waiting and working of rollouts and learner, summed over their callers."""
+    waits: list[WaitLink]
+    """Who waits now, for whom and why; the longest first."""
 
 
 class WaitsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +252,10 @@ def _replay(stats: ReplayStats) -> ReplayView:
         num_trained=stats.num_trained,
         num_dropped=sum(stats.dropped.values()),
         dropped=stats.dropped,
+        dropped_turns=stats.dropped_turns,
+        dropped_tokens=stats.dropped_tokens,
+        seconds=seconds_by_side(stats),
+        waits=chain(stats),
         admission_paused=stats.admission_paused,
     )
 

@@ -1,46 +1,101 @@
 -- Grant up to #slot_ids slots at `version`, else say which bound holds them back.
 local granted = {}
-for _, id in ipairs(arg.slot_ids) do
-  if is_held(key.slots, id) then granted[#granted + 1] = id end
+for i, packed in ipairs(call('HMGET', key.slot, unpack(arg.slot_ids))) do
+  if packed then granted[#granted + 1] = arg.slot_ids[i] end
 end
 -- The same call, sent again because its reply was lost.
 if #granted > 0 then return cmsgpack.pack({granted = granted}) end
 
-local learner = learner_version()
-local outstanding = counts(key.count_playing, key.count_ready)
-local num_groups = redis.call('ZCARD', key.slots) + redis.call('ZCARD', key.order)
+if c.policy == 'drop' then drop_overdue() end
+local outstanding = counts(S.playing, S.ready)
+local num_groups = S.num_slots + S.num_stored
 local window = admissible(
-  outstanding, arg.version, next_version(), arg.max_staleness, arg.groups_per_step,
-  arg.staleness_policy)
+  outstanding, arg.version, next_version(), c.max_staleness, c.groups_per_step, c.policy)
+
+-- Room in groups and in bytes; under drop, groups that are free to be drawn can make more.
+local evictable = c.policy == 'drop' and num_ready() or 0
+local function room_for_bytes(num_bytes)
+  if not c.max_bytes then return math.huge end
+  local left = c.max_bytes - num_bytes
+  return S.largest > 0 and math.floor(left / S.largest) - S.num_slots or (left > 0 and math.huge or 0)
+end
+local capacity = c.max_groups - num_groups + evictable
+local bytes = evictable > 0 and math.huge or room_for_bytes(S.num_bytes)
+local limit = limiter_room(c.limiter, num_groups, S.inserts + S.num_slots, S.samples)
 
 local reason
-if redis.call('HGET', key.state, 'paused') == '1' then
+if S.paused then
   reason = 'paused'
-elseif is_engine_behind(arg.version, learner, arg.max_staleness, arg.staleness_policy) then
+elseif is_engine_behind(arg.version, S.learner_version, c.max_staleness, c.policy) then
   reason = 'engine-behind'
-elseif num_groups >= arg.max_groups then
+elseif capacity <= 0 then
   reason = 'capacity'
-elseif window == 0 then
+elseif bytes <= 0 then
+  reason = 'bytes'
+elseif window <= 0 then
   reason = 'window'
+elseif limit <= 0 then
+  reason = 'limiter'
 end
+
+local function evict_one()
+  local first
+  if evicts then
+    first = call('ZRANGE', key.evict, 0, 0, 'WITHSCORES')
+    S.evicted_at = math.max(S.evicted_at, tonumber(first[2]))
+  else
+    first = call('ZRANGE', key.ready, 0, 0, 'WITHSCORES')
+    local again = call('ZRANGE', key.again, 0, 0, 'WITHSCORES')
+    if not first[1] or (again[1] and tonumber(again[2]) < tonumber(first[2])) then first = again end
+  end
+  drop_group(first[1], record(first[1]), 'evicted')
+end
+
+local n = math.min(#arg.slot_ids, window, capacity, bytes, limit)
+if not reason and evictable > 0 then
+  -- Room is made for one group at a time: n is what fits without, but one at least.
+  n = math.max(1, math.min(n, c.max_groups - num_groups, room_for_bytes(S.num_bytes)))
+  while num_ready() > 0
+    and (S.num_slots + S.num_stored + n > c.max_groups or room_for_bytes(S.num_bytes) < n) do
+    evict_one()
+  end
+  if room_for_bytes(S.num_bytes) < n then reason = 'bytes' end
+end
+
 if reason then
+  if arg.waiter then note_wait(arg.waiter, 'rollout', reason) end
+  save()
   return cmsgpack.pack({
     reason = reason,
-    learner_version = learner,
+    learner_version = S.learner_version,
     next_version = next_version(),
     num_groups = num_groups,
+    num_bytes = S.num_bytes,
+    largest = S.largest,
+    num_slots = S.num_slots,
+    inserts = S.inserts,
+    samples = S.samples,
     outstanding = flat(outstanding),
-    expires_in_ms = next_expiry_ms(),
+    expires_in_ms = expires_in_ms(),
+    signal = S.room_signal,
   })
 end
 
-local n = math.min(#arg.slot_ids, window, arg.max_groups - num_groups)
+local expiry = now + c.slot_timeout_ms
+local slot = cmsgpack.pack({version = arg.version, since = now})
+local scores, records = {}, {}
 for i = 1, n do
   local id = arg.slot_ids[i]
-  redis.call('ZADD', key.slots, now + arg.slot_timeout_ms, id)
-  redis.call('HSET', key.version_of, id, arg.version)
   granted[i] = id
+  scores[2 * i - 1], scores[2 * i] = expiry, id
+  records[2 * i - 1], records[2 * i] = id, slot
 end
-count(key.count_playing, arg.version, n)
-bump('num_admitted', n)
+call('ZADD', key.slots, unpack(scores))
+call('HSET', key.slot, unpack(records))
+expire_at(expiry)
+count(S.playing, arg.version, n)
+S.num_slots = S.num_slots + n
+S.num_admitted = S.num_admitted + n
+end_wait('rollout')
+save()
 return cmsgpack.pack({granted = granted})

@@ -1,32 +1,70 @@
--- What every script starts with. `key` (name -> Redis key) and `arg` (named arguments) are defined
--- above, by connection.py. Every script calls reclaim() first, so expired slots and leases come back
--- with whichever call happens next.
+-- What every script of the buffer starts with. `key` (name -> Redis key) and `arg` (named arguments)
+-- are defined above, by connection.py; rule.lua and select.lua stand between. The counters of the
+-- buffer are one value, `S`, read here and written by save(): a script that changes anything ends
+-- with it. Expired slots and leases come back with whichever script runs next.
 
 -- Needed on Redis 6, where a script may not write after TIME otherwise; gone from later servers.
 if redis.replicate_commands then redis.replicate_commands() end
 
-local clock = redis.call('TIME')
-local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
+local call = redis.call
 
+local LAYOUT = 2                   -- of the keys and of what they hold
 local REMEMBERED_MS = 3600 * 1000  -- how long a repeated add or acknowledge is recognised
-local ARRIVALS = 4294967296        -- 2^32; order is by version first, then by arrival
 
-local function bump(name, by) return redis.call('HINCRBY', key.state, name, by) end
+-- Fields of a stored group's record, an array. The shape is text, since hardly anybody reads it:
+-- turns and tokens of each trajectory, '2x310 4x782'.
+local VERSION, NEWEST, ARRIVAL, DRAWS, RETURNS, SIZE, PRIORITY, SHAPE = 1, 2, 3, 4, 5, 6, 7, 8
 
-local function wake(stream) redis.call('XADD', stream, 'MAXLEN', '~', 16, '*', 'at', now) end
+local S
+local packed_state = redis.pcall('GET', key.state)
+if type(packed_state) == 'string' then
+  S = cmsgpack.unpack(packed_state)
+elseif packed_state == false then
+  S = {
+    layout = LAYOUT, room_signal = '0-0', data_signal = '0-0', now = 0, ahead = 0, paused = false, learner_version = 0, ramp_version = 0,
+    sequence = 0, virtual = 0, evicted_at = 0, num_bytes = 0, largest = 0,
+    num_slots = 0, num_stored = 0, num_leases = 0, playing = {}, ready = {}, leased = {},
+    inserts = 0, samples = 0, num_admitted = 0, num_added = 0, num_drawn = 0, num_trained = 0,
+    num_slots_expired = 0, num_leases_expired = 0,
+    wait_room_ms = 0, wait_data_ms = 0, play_ms = 0, train_ms = 0,
+  }
+end
+if not S or S.layout ~= LAYOUT then
+  return redis.error_reply('LAYOUT ' .. (S and S.layout or 1) .. ' ' .. LAYOUT)
+end
 
-local function count(hash, version, by)
-  if redis.call('HINCRBY', hash, version, by) == 0 then redis.call('HDEL', hash, version) end
+-- Limits and orders of the caller; who only looks has none, and goes by those of the last who had.
+local is_new_config = arg.config and arg.config ~= S.config
+if is_new_config then S.config = arg.config end
+local c = S.config and cjson.decode(S.config) or {
+  policy = 'pace', max_staleness = 0, draw_by = 'fifo', evict_by = 'fifo', max_draws = 1,
+  max_returns = 0}
+
+local clock = call('TIME')
+local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000) + S.ahead
+-- The server's clock may be set back; deadlines must not move away with it.
+if now < S.now then
+  S.ahead = S.ahead + S.now - now
+  now = S.now
+end
+S.now = now
+
+local function save() call('SET', key.state, cmsgpack.pack(S)) end
+
+-- Whoever is refused waits for a signal after the last one.
+local function wake(stream)
+  S[stream .. '_signal'] = call('XADD', key[stream], 'MAXLEN', '~', 16, '*', 'at', now)
+end
+
+local function count(counts, version, by)
+  local n = (counts[version] or 0) + by
+  counts[version] = n ~= 0 and n or nil
 end
 
 local function counts(...)
   local total = {}
-  for _, hash in ipairs({...}) do
-    local flat = redis.call('HGETALL', hash)
-    for i = 1, #flat, 2 do
-      local version = tonumber(flat[i])
-      total[version] = (total[version] or 0) + tonumber(flat[i + 1])
-    end
+  for _, by_version in ipairs({...}) do
+    for version, n in pairs(by_version) do total[version] = (total[version] or 0) + n end
   end
   return total
 end
@@ -41,90 +79,198 @@ local function flat(by_version)
   return list
 end
 
-local function learner_version()
-  return tonumber(redis.call('HGET', key.state, 'learner_version') or 0)
-end
-
 -- The version the next draw is for: leases in hand are the steps before it.
-local function next_version() return learner_version() + redis.call('ZCARD', key.leases) end
+local function next_version() return S.learner_version + S.num_leases end
 
-local function is_held(zset, id) return redis.call('ZSCORE', zset, id) ~= false end
-
-local function count_dropped(reason) redis.call('HINCRBY', key.dropped, reason, 1) end
-
-local function free_slot(id)
-  redis.call('ZREM', key.slots, id)
-  redis.call('HDEL', key.ceiling, id)
-  count(key.count_playing, redis.call('HGET', key.version_of, id), -1)
-  redis.call('HDEL', key.version_of, id)
-  wake(key.room)
-  wake(key.data)
+local function expire_at(at)
+  if not S.next_expiry or at < S.next_expiry then S.next_expiry = at end
 end
 
-local function forget_group(id, counted_in)
-  count(counted_in, redis.call('HGET', key.version_of, id), -1)
-  bump('num_bytes', -redis.call('HSTRLEN', key.payloads, id))
-  redis.call('HDEL', key.payloads, id)
-  redis.call('HDEL', key.version_of, id)
-  redis.call('HDEL', key.newest_of, id)
-  redis.call('HDEL', key.draws_of, id)
-  redis.call('ZREM', key.order, id)
-  redis.call('ZREM', key.ready, id)
-end
+-- ---- indexes of the groups that are free to be drawn
+--
+-- ready: never trained, by (version, arrival).  again: trained, and to be trained once more.
+-- pick: both, by draw_by.  evict: both, by evict_by.  The last two stand only where they differ.
 
-local function drop_ready(id, reason)
-  forget_group(id, key.count_ready)
-  count_dropped(reason)
-  wake(key.room)
-end
+local picks = c.draw_by ~= 'fifo' or c.max_draws > 1
+local evicts = c.policy == 'drop' and c.evict_by ~= 'fifo'
 
-local function groups_of(lease_id)
-  local ids = {}
-  for id in string.gmatch(redis.call('HGET', key.lease_groups, lease_id), '%S+') do
-    ids[#ids + 1] = id
+local function rank(id, group)
+  local turn = group[DRAWS] + group[RETURNS]
+  local version, arrival, priority = group[VERSION], group[ARRIVAL], group[PRIORITY]
+  if picks then
+    call('ZADD', key.pick, draw_score(
+      c.draw_by, version, arrival, priority, S.virtual, c.seed, turn), id)
   end
-  return ids
+  if evicts then
+    call('ZADD', key.evict, evict_score(
+      c.evict_by, version, arrival, priority, S.evicted_at, c.seed, turn), id)
+  end
 end
 
-local function end_lease(lease_id)
-  redis.call('ZREM', key.leases, lease_id)
-  redis.call('HDEL', key.lease_groups, lease_id)
-  redis.call('HDEL', key.lease_version, lease_id)
+local function put(id, group)
+  local place = group[VERSION] * ARRIVALS + group[ARRIVAL]
+  call('ZADD', group[DRAWS] == 0 and key.ready or key.again, place, id)
+  rank(id, group)
+end
+
+local function take(ids)
+  if #ids == 0 then return end
+  call('ZREM', key.ready, unpack(ids))
+  if c.max_draws > 1 then call('ZREM', key.again, unpack(ids)) end
+  if picks then call('ZREM', key.pick, unpack(ids)) end
+  if evicts then call('ZREM', key.evict, unpack(ids)) end
+end
+
+local function record(id) return cmsgpack.unpack(call('HGET', key.groups, id)) end
+
+local function write(id, group) call('HSET', key.groups, id, cmsgpack.pack(group)) end
+
+local function num_ready() return call('ZCARD', key.ready) + call('ZCARD', key.again) end
+
+-- ---- slots, groups and leases
+
+local function count_dropped(reason, group)
+  call('HINCRBY', key.dropped, reason, 1)
+  if not group then return end
+  for turns, tokens in string.gmatch(group[SHAPE], '(%d+)x(%d+)') do
+    local bucket = 1
+    while bucket < tonumber(tokens) do bucket = bucket * 2 end
+    call('HINCRBY', key.dropped_turns, reason .. ' ' .. turns, 1)
+    call('HINCRBY', key.dropped_tokens, reason .. ' ' .. bucket, 1)
+  end
+end
+
+local function free_slot(id, slot)
+  call('ZREM', key.slots, id)
+  call('HDEL', key.slot, id)
+  S.num_slots = S.num_slots - 1
+  count(S.playing, slot.version, -1)
+  wake('room')
+  wake('data')
+end
+
+local function slot_of(id)
+  local packed = call('HGET', key.slot, id)
+  return packed and cmsgpack.unpack(packed)
+end
+
+-- `of_records`: id -> record, of groups that stand in no index any more.
+local function forget(ids, of_records)
+  if #ids == 0 then return end
+  local payloads = {}
+  for i, id in ipairs(ids) do
+    payloads[i] = key['payload:'] .. id
+    S.num_bytes = S.num_bytes - of_records[id][SIZE]
+  end
+  S.num_stored = S.num_stored - #ids
+  call('HDEL', key.groups, unpack(ids))
+  call('UNLINK', unpack(payloads))
+end
+
+-- The configuration may name other selectors than the one before, and fewer draws.
+if is_new_config then
+  local done, records = {}, {}
+  for _, id in ipairs(call('ZRANGE', key.again, 0, -1)) do
+    records[id] = record(id)
+    if records[id][DRAWS] >= c.max_draws then done[#done + 1] = id end
+  end
+  if #done > 0 then call('ZREM', key.again, unpack(done)) end
+  forget(done, records)
+  call('DEL', key.pick, key.evict)
+  if picks or evicts then
+    for _, zset in ipairs({key.ready, key.again}) do
+      for _, id in ipairs(call('ZRANGE', zset, 0, -1)) do rank(id, record(id)) end
+    end
+  end
+  save()
+end
+
+-- Drops for which nobody is to blame but the buffer's own policy; what they lose counts as inserted.
+local POLICY = {evicted = true, overdue = c.policy == 'drop'}
+
+local function drop_group(id, group, reason)
+  take({id})
+  forget({id}, {[id] = group})
+  if group[DRAWS] > 0 then return end  -- it was trained, so nothing is lost
+  count(S.ready, group[VERSION], -1)
+  count_dropped(reason, group)
+  if not POLICY[reason] then S.inserts = S.inserts - 1 end
+  -- What takes its place is younger: under exact the ramp begins anew.
+  if reason ~= 'lost-version' then S.ramp_version = next_version() end
+  wake('room')
 end
 
 local function return_lease(lease_id)
-  for _, id in ipairs(groups_of(lease_id)) do
-    local version = redis.call('HGET', key.version_of, id)
-    redis.call('ZADD', key.ready, redis.call('ZSCORE', key.order, id), id)
-    count(key.count_leased, version, -1)
-    count(key.count_ready, version, 1)
+  local lease = cmsgpack.unpack(call('HGET', key.lease, lease_id))
+  call('ZREM', key.leases, lease_id)
+  call('HDEL', key.lease, lease_id)
+  S.num_leases = S.num_leases - 1
+  S.samples = S.samples - #lease.ids
+  S.train_ms = S.train_ms + now - lease.since
+  for _, id in ipairs(lease.ids) do
+    local group = record(id)
+    group[RETURNS] = group[RETURNS] + 1
+    if group[DRAWS] == 0 then
+      count(S.leased, group[VERSION], -1)
+      count(S.ready, group[VERSION], 1)
+    end
+    if group[RETURNS] > c.max_returns then
+      drop_group(id, group, 'returned')
+    else
+      write(id, group)
+      put(id, group)
+    end
   end
-  end_lease(lease_id)
-  wake(key.data)
-  wake(key.room)
+  wake('data')
+  wake('room')
 end
 
 local function reclaim()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', key.slots, '-inf', now)) do
-    free_slot(id)
-    bump('num_slots_expired', 1)
+  if not S.next_expiry or now < S.next_expiry then return end
+  for _, id in ipairs(call('ZRANGEBYSCORE', key.slots, '-inf', now)) do
+    free_slot(id, slot_of(id))
+    S.num_slots_expired = S.num_slots_expired + 1
   end
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', key.leases, '-inf', now)) do
+  for _, id in ipairs(call('ZRANGEBYSCORE', key.leases, '-inf', now)) do
     return_lease(id)
-    bump('num_leases_expired', 1)
+    S.num_leases_expired = S.num_leases_expired + 1
   end
-  redis.call('ZREMRANGEBYSCORE', key.added, '-inf', now - REMEMBERED_MS)
-  redis.call('ZREMRANGEBYSCORE', key.acknowledged, '-inf', now - REMEMBERED_MS)
+  S.next_expiry = nil
+  for _, zset in ipairs({key.slots, key.leases}) do
+    local first = call('ZRANGE', zset, 0, 0, 'WITHSCORES')
+    if first[2] then expire_at(tonumber(first[2])) end
+  end
+  save()
 end
 
--- Milliseconds to the nearest expiry of a slot or lease; nil when nothing is held.
-local function next_expiry_ms()
-  local nearest
-  for _, zset in ipairs({key.slots, key.leases}) do
-    local first = redis.call('ZRANGE', zset, 0, 0, 'WITHSCORES')
-    if first[2] then nearest = math.min(nearest or math.huge, tonumber(first[2]) - now) end
+local function trim(zset) call('ZREMRANGEBYSCORE', zset, '-inf', now - REMEMBERED_MS) end
+
+local function expires_in_ms() return S.next_expiry and S.next_expiry - now end
+
+-- Groups that no step may train any more.
+local function drop_overdue()
+  local bound = string.format('(%.0f', (next_version() - c.max_staleness) * ARRIVALS)
+  for _, zset in ipairs({key.ready, key.again}) do
+    for _, id in ipairs(call('ZRANGEBYSCORE', zset, '-inf', bound)) do
+      drop_group(id, record(id), 'overdue')
+    end
   end
-  return nearest
+end
+
+-- ---- who waits, for inspection: one record per caller, gone when its wait is over
+
+-- The wait of `waiter` is over, which had waited `waited_ms` before this call.
+local function end_wait(side)
+  if not arg.waited_ms then return end
+  call('HDEL', key.waits, arg.waiter)
+  local name = side == 'learner' and 'wait_data_ms' or 'wait_room_ms'
+  S[name] = S[name] + arg.waited_ms
+end
+
+local function note_wait(id, side, reason)
+  local before = call('HGET', key.waits, id)
+  local since = before and cmsgpack.unpack(before).since or now
+  call('HSET', key.waits, id, cmsgpack.pack({side = side, reason = reason, since = since, seen = now}))
 end
 
 reclaim()

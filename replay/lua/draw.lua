@@ -1,76 +1,95 @@
--- Lease the groups of earliest deadline as `lease_id`, else say what is missing.
-local function leased(lease_id)
-  local ids = groups_of(lease_id)
-  local head = {
-    version = tonumber(redis.call('HGET', key.lease_version, lease_id)),
-    ramp_version = tonumber(redis.call('HGET', key.state, 'ramp_version') or 0),
-    ids = ids,
-  }
-  local reply = {cmsgpack.pack(head)}
-  for i, id in ipairs(ids) do reply[i + 1] = redis.call('HGET', key.payloads, id) end
-  return reply
+-- Lease one step's groups as `lease_id`, else say what is missing.
+local function leased(lease)
+  return cmsgpack.pack({version = lease.version, ramp_version = S.ramp_version, ids = lease.ids})
 end
 
 -- The same call, sent again because its reply was lost.
-if is_held(key.leases, arg.lease_id) then return leased(arg.lease_id) end
+local held = call('HGET', key.lease, arg.lease_id)
+if held then return leased(cmsgpack.unpack(held)) end
 
-local version = next_version()
-
-local function unfit_reason(id)
-  if tonumber(redis.call('HGET', key.draws_of, id) or 0) >= arg.max_draws then return 'max-draws' end
-  local admitted = tonumber(redis.call('HGET', key.version_of, id))
-  if admitted + arg.max_staleness < version then return 'overdue' end
-  if arg.staleness_policy == 'exact'
-    and tonumber(redis.call('HGET', key.newest_of, id)) ~= admitted then
-    return 'mixed-versions'
-  end
+local step = c.groups_per_step
+drop_overdue()
+if c.policy == 'exact' then
+  -- Buffered under another policy. Dropping lets others move up, so look until all of them fit.
+  repeat
+    local num_dropped = 0
+    for _, id in ipairs(call('ZRANGE', key.ready, 0, step - 1)) do
+      local group = record(id)
+      if group[NEWEST] ~= group[VERSION] then
+        drop_group(id, group, 'mixed-versions')
+        num_dropped = num_dropped + 1
+      end
+    end
+  until num_dropped == 0
 end
 
--- Dropping lets others move up, so the candidates are read until all of them fit. What takes the
--- place of a dropped group is younger: under exact the ramp begins anew.
-local candidates
-repeat
-  local num_dropped = 0
-  candidates = redis.call('ZRANGE', key.ready, 0, arg.groups_per_step - 1)
-  for _, id in ipairs(candidates) do
-    local reason = unfit_reason(id)
-    if reason then
-      drop_ready(id, reason)
-      redis.call('HSET', key.state, 'ramp_version', version)
-      num_dropped = num_dropped + 1
-    end
-  end
-until num_dropped == 0
-
-local playing = counts(key.count_playing)
-local missing, blocking_until = drawable(
-  counts(key.count_ready), playing, version, arg.max_staleness, arg.groups_per_step,
-  arg.staleness_policy)
-if missing > 0 or blocking_until then
+local version = next_version()
+local missing, blocking_until, forced = drawable(
+  S.ready, S.playing, call('ZCARD', key.again), version, c.max_staleness, step, c.policy)
+local is_limited = missing == 0 and not blocking_until
+  and not may_sample(c.limiter, step, S.num_stored, S.inserts, S.samples)
+if missing > 0 or blocking_until or is_limited then
   local awaited = {}
-  for _, id in ipairs(redis.call('ZRANGE', key.slots, 0, -1)) do
-    local admitted = tonumber(redis.call('HGET', key.version_of, id))
-    if #awaited < 4 and admitted <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
+  for _, id in ipairs(call('ZRANGE', key.slots, 0, -1)) do
+    if #awaited == 4 then break end
+    if slot_of(id).version <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
   end
-  return {cmsgpack.pack({
+  if arg.waiter then
+    note_wait(arg.waiter, 'learner', is_limited and 'limiter' or missing > 0 and 'missing' or 'blocked')
+  end
+  save()
+  return cmsgpack.pack({
     version = version,
     missing = missing,
     blocking_until = blocking_until,
-    playing = flat(playing),
+    is_limited = is_limited,
+    num_stored = S.num_stored,
+    inserts = S.inserts,
+    samples = S.samples,
+    playing = flat(S.playing),
     awaited = awaited,
-    expires_in_ms = next_expiry_ms(),
-  })}
+    expires_in_ms = expires_in_ms(),
+    signal = S.data_signal,
+  })
 end
 
-redis.call('ZADD', key.leases, now + arg.lease_timeout_ms, arg.lease_id)
-redis.call('HSET', key.lease_groups, arg.lease_id, table.concat(candidates, ' '))
-redis.call('HSET', key.lease_version, arg.lease_id, version)
-for _, id in ipairs(candidates) do
-  local admitted = redis.call('HGET', key.version_of, id)
-  redis.call('ZREM', key.ready, id)
-  redis.call('HINCRBY', key.draws_of, id, 1)
-  count(key.count_ready, admitted, -1)
-  count(key.count_leased, admitted, 1)
+local ids
+if not picks then
+  ids = call('ZRANGE', key.ready, 0, step - 1)
+else
+  -- Those that can wait no longer, then whatever the selector puts first.
+  ids = forced > 0 and call('ZRANGE', key.ready, 0, forced - 1) or {}
+  local is_chosen = {}
+  for _, id in ipairs(ids) do is_chosen[id] = true end
+  local ranked = call('ZRANGE', key.pick, 0, step + forced - 1, 'WITHSCORES')
+  for i = 1, #ranked, 2 do
+    if #ids < step and not is_chosen[ranked[i]] then
+      ids[#ids + 1] = ranked[i]
+      if c.draw_by == 'uniform' or c.draw_by == 'prioritised' then
+        S.virtual = math.max(S.virtual, tonumber(ranked[i + 1]))
+      end
+    end
+  end
 end
-bump('num_drawn', #candidates)
-return leased(arg.lease_id)
+
+take(ids)
+for _, packed in ipairs(call('HMGET', key.groups, unpack(ids))) do
+  local group = cmsgpack.unpack(packed)
+  if group[DRAWS] == 0 then
+    count(S.ready, group[VERSION], -1)
+    count(S.leased, group[VERSION], 1)
+  end
+end
+local lease = {version = version, since = now, ids = ids}
+local expiry = now + c.lease_timeout_ms
+call('ZADD', key.leases, expiry, arg.lease_id)
+call('HSET', key.lease, arg.lease_id, cmsgpack.pack(lease))
+expire_at(expiry)
+S.num_leases = S.num_leases + 1
+S.samples = S.samples + step
+S.num_drawn = S.num_drawn + step
+end_wait('learner')
+-- Room by the limiter: who waits for the learner to sample may go on.
+if c.limiter.max_diff < 1e300 then wake('room') end
+save()
+return leased(lease)

@@ -1,6 +1,9 @@
 -- Give slot `id` back unfilled, counted under `reason`.
-if is_held(key.slots, arg.id) then
-  free_slot(arg.id)
+local slot = slot_of(arg.id)
+if slot then
+  S.play_ms = S.play_ms + now - slot.since
+  free_slot(arg.id, slot)
   count_dropped(arg.reason)
+  save()
 end
 return 'ok'

@@ -10,5 +10,5 @@ if arg.version > held then
 end
 redis.call('ZADD', key.engine_expiry, now + arg.ttl_ms, arg.id)
 redis.call('HSET', key.engine_version, arg.id, math.max(held, arg.version))
-redis.call('HSET', key.engines, arg.id, ARGV[2])
+redis.call('HSET', key.engines, arg.id, arg.record)
 return 'ok'

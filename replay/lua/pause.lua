@@ -1,4 +1,5 @@
 -- Stop or resume granting slots.
-redis.call('HSET', key.state, 'paused', arg.paused and '1' or '0')
-wake(key.room)
+S.paused = arg.paused
+wake('room')
+save()
 return 'ok'

@@ -1,3 +1,6 @@
 -- Hand the groups of `lease_id` back untrained.
-if is_held(key.leases, arg.lease_id) then return_lease(arg.lease_id) end
+if call('HEXISTS', key.lease, arg.lease_id) == 1 then
+  return_lease(arg.lease_id)
+  save()
+end
 return 'ok'

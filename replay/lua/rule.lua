@@ -1,9 +1,9 @@
--- The arithmetic of schedule.py, on tables of version -> count with numbers as keys.
+-- The arithmetic of schedule.py and limiter.py. Counts are tables of version -> number of groups.
 
 local function due(counts, last_version)
   local total = 0
-  for version, count in pairs(counts) do
-    if version <= last_version then total = total + count end
+  for version, n in pairs(counts) do
+    if version <= last_version then total = total + n end
   end
   return total
 end
@@ -16,6 +16,7 @@ end
 local function admissible(
   outstanding, version, learner_version, max_staleness, groups_per_step, policy)
   if is_engine_behind(version, learner_version, max_staleness, policy) then return 0 end
+  if policy == 'drop' then return math.huge end
   local function room_until(last)
     return (last + max_staleness - learner_version + 1) * groups_per_step - due(outstanding, last)
   end
@@ -28,25 +29,29 @@ end
 
 local function in_time(counts, learner_version, max_staleness)
   local kept = {}
-  for version, count in pairs(counts) do
-    if version + max_staleness >= learner_version then kept[version] = count end
+  for version, n in pairs(counts) do
+    if version + max_staleness >= learner_version then kept[version] = n end
   end
   return kept
 end
 
--- Returns how many ready groups are missing, and the version up to which groups being played
--- must come first (nil: none).
-local function drawable(ready, playing, learner_version, max_staleness, groups_per_step, policy)
+-- Returns how many groups are missing, the version up to which groups being played must come first
+-- (nil: none), and how many of the earliest deadlines must be in this step.
+local function drawable(
+  ready, playing, num_again, learner_version, max_staleness, groups_per_step, policy)
   local usable = in_time(ready, learner_version, max_staleness)
-  local num_ready = due(usable, math.huge)
+  local num_ready = due(usable, math.huge) + num_again
   if policy == 'exact' then
     local newest
     for version in pairs(playing) do newest = math.max(newest or version, version) end
-    return math.max(0, (max_staleness + 1) * groups_per_step - num_ready), newest
+    local window = (max_staleness + 1) * groups_per_step
+    return math.max(0, window - num_ready), newest, groups_per_step
   end
-  if num_ready < groups_per_step then return groups_per_step - num_ready, nil end
+  if num_ready < groups_per_step then return groups_per_step - num_ready, nil, 0 end
+  if policy == 'drop' then return 0, nil, 0 end
   local awaited = in_time(playing, learner_version, max_staleness)
   local first
+  local forced = 0
   for _, counts in ipairs({usable, awaited}) do
     for last in pairs(counts) do
       local due_ready, due_playing = due(usable, last), due(awaited, last)
@@ -56,7 +61,21 @@ local function drawable(ready, playing, learner_version, max_staleness, groups_p
       if is_late and due_playing > 0 and drawn < groups_per_step then
         first = math.min(first or last, last)
       end
+      forced = math.max(forced, math.min(drawn, due_ready + due_playing - later_steps))
     end
   end
-  return 0, first
+  return 0, first, forced
+end
+
+-- How many groups the limiter lets in; size and inserts count promised ones too.
+local function limiter_room(limiter, size, inserts, samples)
+  if limiter.max_diff > 1e300 then return math.huge end  -- JSON has no infinity
+  local free = math.max(0, limiter.min_size - size)
+  local bound = (limiter.max_diff + samples) / limiter.samples_per_insert - inserts
+  return math.max(free, math.floor(bound + 1e-9))
+end
+
+local function may_sample(limiter, n, size, inserts, samples)
+  local diff = inserts * limiter.samples_per_insert - samples - n
+  return size >= limiter.min_size and diff >= limiter.min_diff - 1e-9
 end

@@ -1,9 +1,39 @@
 -- A consistent snapshot.
+local waits = {}
+local flat_waits = call('HGETALL', key.waits)
+for i = 2, #flat_waits, 2 do
+  local wait = cmsgpack.unpack(flat_waits[i])
+  -- A caller that died waiting does not end its wait; living ones ask again every few seconds.
+  if now - wait.seen > 15000 then
+    call('HDEL', key.waits, flat_waits[i - 1])
+  else
+    waits[#waits + 1] = {wait.side, wait.reason, (now - wait.since) / 1000}
+  end
+end
+local playing = {}
+local slots = call('ZRANGE', key.slots, 0, 63, 'WITHSCORES')
+for i = 1, #slots, 2 do
+  local slot = slot_of(slots[i])
+  local left = tonumber(slots[i + 1]) - now
+  playing[#playing + 1] = {slots[i], slot.version, (now - slot.since) / 1000, left / 1000}
+end
+local training = {}
+local leases = call('ZRANGE', key.leases, 0, -1, 'WITHSCORES')
+for i = 1, #leases, 2 do
+  local lease = cmsgpack.unpack(call('HGET', key.lease, leases[i]))
+  local left = tonumber(leases[i + 1]) - now
+  training[#training + 1] = {
+    leases[i], lease.version, (now - lease.since) / 1000, left / 1000, #lease.ids}
+end
+S.num_ready = num_ready()
+S.outstanding = flat(counts(S.playing, S.ready, S.leased))
+S.playing, S.ready, S.leased = nil, nil, nil
 return cmsgpack.pack({
-  state = redis.call('HGETALL', key.state),
-  dropped = redis.call('HGETALL', key.dropped),
-  outstanding = flat(counts(key.count_playing, key.count_ready, key.count_leased)),
-  num_slots = redis.call('ZCARD', key.slots),
-  num_ready = redis.call('ZCARD', key.ready),
-  num_stored = redis.call('ZCARD', key.order),
+  state = S,
+  dropped = call('HGETALL', key.dropped),
+  dropped_turns = call('HGETALL', key.dropped_turns),
+  dropped_tokens = call('HGETALL', key.dropped_tokens),
+  waits = waits,
+  playing = playing,
+  training = training,
 })

@@ -59,10 +59,11 @@ def connect_app(
     redis_url: str, run: str, replay: ReplayConfig, config_summary: Mapping[str, Any]
 ) -> FastAPI:
     """The application over a run in Redis, with connections of its own."""
-    from leeway.replay.redis_store import RedisReplay
     from leeway.replay.run_board import RunBoard
+    from leeway.replay.sharded_store import connect_replay
 
-    return create_app(RunBoard(redis_url, run), RedisReplay(redis_url, run, replay), config_summary)
+    buffer = connect_replay(redis_url, run, replay)
+    return create_app(RunBoard(redis_url, run), buffer, config_summary)
 
 
 def create_app(

@@ -90,7 +90,49 @@ class Replay(Answer):
     num_dropped: int
     dropped: dict[str, int]
     """Dropped groups by reason."""
+    dropped_turns: dict[str, dict[int, int]]
+    """Their trajectories by reason and number of turns."""
+    dropped_tokens: dict[str, dict[int, int]]
+    """The same by length: at most so many tokens, powers of two."""
     admission_paused: bool
+    seconds: dict[str, Seconds]
+    """Waiting and working of "rollout" and "learner", summed over their callers."""
+    waits: list[WaitLink]
+    """Who waits now, for whom and why; the longest first."""
+
+
+class Seconds(Answer):
+    """What one side has done with its time."""
+
+    waiting_s: float
+    """Rollouts: for room. Learner: for data."""
+    working_s: float
+    """Rollouts: playing. Learner: training."""
+
+
+class WaitLink(Answer):
+    """One side that waits now."""
+
+    waiter: str
+    """rollout or learner."""
+    reason: str
+    num_waiting: int
+    since_s: float
+    """Of the one that waits longest."""
+    awaited: str
+    """rollout, learner, engines, operator, or nobody: a standstill."""
+    held: Held | None
+    """The slot or lease that whom it waits for has held longest."""
+
+
+class Held(Answer):
+    """A slot or a lease."""
+
+    id: str
+    version: int
+    since_s: float
+    expires_in_s: float
+    num_groups: int
 
 
 class Waits(Answer):

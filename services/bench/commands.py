@@ -57,6 +57,15 @@ def bench_decode(as_json: JsonLast = False, quick: Quick = False) -> None:
     show(run(quick=quick), as_json=as_json)
 
 
+@bench_app.command("replay")
+def bench_replay(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """The replay buffer, against plain Redis with the same bytes and a stream of pickles."""
+    from leeway.services.bench.replay import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
 @bench_app.command("stability")
 def bench_stability(
     as_json: JsonLast = False,

@@ -26,8 +26,8 @@ from rich.console import Console
 
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import LeewayError, StoreUnavailable
-from leeway.replay.redis_store import RedisReplay
 from leeway.replay.server import EmbeddedRedis
+from leeway.replay.sharded_store import connect_replay
 from leeway.services import supervision
 from leeway.services.api.app import connect_app, serve_in_thread
 from leeway.services.config import RunConfig
@@ -79,7 +79,7 @@ class Training:
             url = self._start_redis()
             name = self._run.root.name
             self._board = RunBoard(url, name)
-            self._replay = RedisReplay(url, name, self._config.replay)
+            self._replay = connect_replay(url, name, self._config.replay)
             try:
                 await self._start(url, resume)
                 await self._watch()

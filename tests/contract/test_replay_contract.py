@@ -607,13 +607,13 @@ async def test_exact_deadline_missed_after_a_restore_ahead_ends_in_a_drop_not_a_
 
 
 async def test_exact_ramp_begins_anew_where_ready_groups_are_dropped(build_replay):
-    replay = build_replay(staleness_policy="exact", max_draws=1)
+    replay = build_replay(staleness_policy="exact", max_returns=0)
     await exact_steps(replay, 2)
     await fill(replay, 2, version=2)
     await replay.release(await replay.draw(SOON_S))
     with pytest.raises(WaitTimeout, match="window ready, 2 are"):
         await replay.draw(SOON_S)
-    assert (await replay.stats()).dropped == {"max-draws": 2}
+    assert (await replay.stats()).dropped == {"returned": 2}
     assert await exact_steps(replay, 3) == [[0, 0], [1, 1], [1, 1]]
 
 
@@ -669,25 +669,60 @@ async def test_release_hands_the_groups_back(build_replay):
     assert ids(await replay.draw(SOON_S)) == ids(lease)
 
 
-async def test_group_is_handed_out_max_draws_times_then_dropped(build_replay):
-    replay = build_replay(max_draws=2)
+async def test_a_group_that_comes_back_too_often_is_dropped(build_replay):
+    replay = build_replay(max_returns=1)
     await fill(replay, 2)
     for _ in range(2):
         await replay.release(await replay.draw(SOON_S))
     with pytest.raises(WaitTimeout):
         await replay.draw(SOON_S)
     stats = await replay.stats()
-    assert (stats.num_drawn, stats.num_ready, stats.dropped) == (4, 0, {"max-draws": 2})
+    assert (stats.num_drawn, stats.num_ready, stats.dropped) == (4, 0, {"returned": 2})
     assert stats.num_bytes == 0
 
 
-async def test_dropping_at_max_draws_makes_room_for_a_waiting_admission(build_replay):
-    replay = build_replay(max_draws=1)
+async def test_dropping_what_came_back_makes_room_for_a_waiting_admission(build_replay):
+    replay = build_replay(max_returns=0)
     await fill(replay, 4)
     waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
     await replay.release(await replay.draw(SOON_S))
-    await replay.draw(SOON_S)
     assert len(await waiting) == 1
+
+
+async def test_a_group_is_trained_max_draws_times_and_then_forgotten(build_replay):
+    replay = build_replay(max_draws=2, max_staleness=3)
+    await fill(replay, 2)
+    first, second = await train(replay), await train(replay)
+    assert ids(first) == ids(second)
+    stats = await replay.stats()
+    assert (stats.num_trained, stats.num_ready, stats.num_bytes) == (4, 0, 0)
+    assert stats.dropped == {}
+    with pytest.raises(WaitTimeout, match="0 are ready"):
+        await replay.draw(SOON_S)
+
+
+async def test_a_trained_group_too_old_for_another_step_is_forgotten_not_dropped(build_replay):
+    replay = build_replay(max_draws=9, max_staleness=1)
+    await fill(replay, 2)
+    await train(replay), await train(replay)
+    stats = await replay.stats()
+    assert (stats.num_trained, stats.num_ready, stats.dropped) == (4, 0, {})
+
+
+async def test_a_trained_group_owes_nothing_and_leaves_the_window_to_others(build_replay):
+    replay = build_replay(max_draws=2, max_staleness=1)
+    await fill(replay, 2)
+    await train(replay)
+    # Trained ones stand ready, and the window of four at version 1 is free all the same.
+    await fill(replay, 4, version=1)
+    assert (await replay.stats()).num_ready == 6
+
+
+async def test_returning_a_lease_does_not_count_as_training(build_replay):
+    replay = build_replay(max_draws=1)
+    await fill(replay, 2)
+    await replay.release(await replay.draw(SOON_S))
+    assert len((await train(replay)).groups) == 2
 
 
 # --- restore and stats -------------------------------------------------------------------------

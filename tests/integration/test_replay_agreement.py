@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from leeway.replay.config import ReplayConfig, StalenessPolicy
+from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import SlotExpired, WaitTimeout
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.redis_store import RedisReplay
@@ -30,21 +30,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 class Twins:
     """The same calls to both stores. Slots and leases are named by their order."""
 
-    def __init__(self, url: str, seed: int, policy: StalenessPolicy) -> None:
-        config = ReplayConfig(
-            groups_per_step=2,
-            max_staleness=2,
-            staleness_policy=policy,
-            max_groups=9,
-            max_draws=2,
+    def __init__(self, url: str, seed: int, settings: dict[str, Any]) -> None:
+        config = ReplayConfig.model_validate(
+            {
+                "groups_per_step": 2,
+                "max_staleness": 2,
+                "max_groups": 9,
+                "max_returns": 1,
+                **settings,
+            }
         )
-        self.is_exact = policy == "exact"
+        self.is_exact = config.staleness_policy == "exact"
         run = f"test-{uuid.uuid4().hex}"
         self.stores: tuple[Replay, Replay] = (RedisReplay(url, run, config), MemoryReplay(config))
         self.rng = random.Random(seed)
         self.learner = 0
         self.slots: list[tuple[Slot, Slot]] = []
         self.leases: list[tuple[Lease, Lease]] = []
+        self.names: dict[str, int] = {}
 
     async def both(self, call: Callable[[int, Replay], Awaitable[Any]]) -> tuple[Any, Any] | None:
         """Results of both, or None when both refused with the same words."""
@@ -61,10 +64,11 @@ class Twins:
             return error
 
     async def step(self) -> None:
-        kinds = ("admit", "add", "add", "drop", "draw", "finish", "release", "restore")
-        await getattr(self, self.rng.choices(kinds, (5, 5, 5, 1, 5, 5, 2, 0.3))[0])()
+        kinds = ("admit", "add", "prioritise", "drop", "draw", "finish", "release", "restore")
+        await getattr(self, self.rng.choices(kinds, (5, 10, 1, 1, 5, 5, 2, 0.3))[0])()
         redis_stats, memory_stats = [await store.stats() for store in self.stores]
-        even = {"num_bytes": 0, "wait_room_s": 0, "wait_data_s": 0}
+        even = dict.fromkeys(("wait_room_s", "play_s", "wait_data_s", "train_s"), 0.0)
+        even |= {"slots": (), "leases": ()}
         assert msgspec.structs.replace(redis_stats, **even) == msgspec.structs.replace(
             memory_stats, **even
         )
@@ -75,13 +79,29 @@ class Twins:
         version = PolicyVersion(max(0, self.learner - lag))
         n = self.rng.randint(1, 4)
         granted = await self.both(lambda i, store: store.admit(n, version, 0))
-        self.slots += zip(*granted, strict=True) if granted else []
+        pairs = list(zip(*granted, strict=True)) if granted else []
+        for pair in pairs:
+            number = len(self.names) // 2
+            self.names |= {slot.slot_id: number for slot in pair}
+        self.slots += pairs
 
     async def add(self) -> None:
         if self.slots:
             pair = self.slots.pop(self.rng.randrange(len(self.slots)))
             newest = pair[0].version + (0 if self.is_exact else self.rng.randint(0, 1))
-            await self.both(lambda i, store: store.add(pair[i], build_group(pair[i], newest, 1, 8)))
+            shape = (self.rng.randint(1, 3), 8 * self.rng.randint(1, 20), self.rng.randint(0, 9))
+            await self.both(
+                lambda i, store: store.add(pair[i], build_group(pair[i], newest, *shape))
+            )
+
+    async def prioritise(self) -> None:
+        numbers = {number: self.rng.random() for number in self.rng.sample(range(40), 5)}
+        priorities = [
+            {i: numbers[n] for i, n in self.names.items() if n in numbers and i in ids}
+            for ids in [set(await store.group_ids()) for store in self.stores]
+        ]
+        found = await self.both(lambda i, store: store.update_priorities(priorities[i]))
+        assert found is not None and found[0] == found[1] == len(priorities[0])
 
     async def drop(self) -> None:
         if self.slots:
@@ -93,8 +113,9 @@ class Twins:
         if drawn:
             assert drawn[0].version == drawn[1].version
             assert drawn[0].ramp_version == drawn[1].ramp_version
-            versions = [[g.oldest_version for g in lease.groups] for lease in drawn]
-            assert versions[0] == versions[1]
+            # Groups are named by when they were admitted.
+            arrivals = [[self.names[g.group_id] for g in lease.groups] for lease in drawn]
+            assert arrivals[0] == arrivals[1]
             self.leases.append(drawn)
 
     async def finish(self) -> None:
@@ -114,11 +135,35 @@ class Twins:
         self.leases.clear()
 
 
-@pytest.mark.parametrize("policy", ["pace", "exact"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_redis_and_memory_agree_on_random_sequences_of_calls(server, seed, policy):
-    twins = Twins(server.url, seed, policy)
-    for _ in range(500 if policy == "exact" else 250):
+SETTINGS: dict[str, dict[str, Any]] = {
+    "pace": {},
+    "exact": {"staleness_policy": "exact"},
+    "pace again": {"max_draws": 2, "draw_by": "freshest"},
+    "pace uniform": {"draw_by": "uniform", "seed": 3},
+    "pace queue": {"limiter": "queue", "queue_size": 3, "max_bytes": 6000},
+    "drop": {"staleness_policy": "drop", "max_bytes": 9000},
+    "drop prioritised": {
+        "staleness_policy": "drop",
+        "draw_by": "prioritised",
+        "evict_by": "uniform",
+        "max_draws": 3,
+    },
+    "drop lifo": {
+        "staleness_policy": "drop",
+        "draw_by": "lifo",
+        "evict_by": "prioritised",
+        "limiter": "sample-to-insert",
+        "samples_per_insert": 0.5,
+        "error_buffer": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_redis_and_memory_agree_on_random_sequences_of_calls(server, seed, settings):
+    twins = Twins(server.url, seed, settings)
+    for _ in range(500 if twins.is_exact else 250):
         await twins.step()
     assert twins.learner > 5
     for store in twins.stores:

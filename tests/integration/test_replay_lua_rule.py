@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import get_args
 
 import msgspec
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leeway.replay.connection import lua_text
+from leeway.replay.limiter import Limiter
 from leeway.replay.schedule import admissible, drawable, is_engine_behind
+from leeway.replay.selection import Selector, draw_score, evict_score
 from leeway.replay.server import EmbeddedRedis
 
 
@@ -30,27 +34,38 @@ local function table_of(flat)
   return counts
 end
 local ready, playing = table_of(arg.ready), table_of(arg.playing)
-local missing, first = drawable(ready, playing, arg.learner, arg.staleness, arg.step, arg.policy)
+local missing, first, forced = drawable(
+  ready, playing, arg.again, arg.learner, arg.staleness, arg.step, arg.policy)
 return {
-  admissible(ready, arg.version, arg.learner, arg.staleness, arg.step, arg.policy),
+  math.min(1000, admissible(ready, arg.version, arg.learner, arg.staleness, arg.step, arg.policy)),
   is_engine_behind(arg.version, arg.learner, arg.staleness, arg.policy) and 1 or 0,
   missing,
   first or -1,
+  forced,
 }
 """
 
 
-@pytest.mark.parametrize("policy", ["pace", "exact"])
-@given(counts, counts, st.integers(0, 8), st.integers(0, 8), st.integers(0, 4), st.integers(1, 6))
+@pytest.mark.parametrize("policy", ["pace", "drop", "exact"])
+@given(
+    counts,
+    counts,
+    st.integers(0, 3),
+    st.integers(0, 8),
+    st.integers(0, 8),
+    st.integers(0, 4),
+    st.integers(1, 6),
+)
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_lua_and_python_agree_on_the_rule(
-    server, policy, ready, playing, version, learner, staleness, step
+    server, policy, ready, playing, again, version, learner, staleness, step
 ):
     arguments = {
         "ready": [x for pair in ready.items() for x in pair],
         "playing": [x for pair in playing.items() for x in pair],
+        "again": again,
         "version": version,
         "learner": learner,
         "staleness": staleness,
@@ -60,10 +75,84 @@ def test_lua_and_python_agree_on_the_rule(
     with redis.Redis.from_url(server.url) as client:
         script = lua_text("rule") + ASK_RULE
         reply = client.eval(script, 0, msgspec.msgpack.encode(arguments))
-    window, is_behind, missing, first = reply  # type: ignore[misc]
-    plan = drawable(ready, playing, learner, staleness, step, policy)
-    assert window == admissible(ready, version, learner, staleness, step, policy)
+    window, is_behind, missing, first, forced = reply  # type: ignore[misc]
+    plan = drawable(ready, playing, learner, staleness, step, policy, again)
+    assert window == min(1000, admissible(ready, version, learner, staleness, step, policy))
     assert is_behind == is_engine_behind(version, learner, staleness, policy)
     assert missing == plan.missing
     awaited = {a: n for a, n in playing.items() if policy == "exact" or a + staleness >= learner}
     assert plan.blocking == {a: n for a, n in awaited.items() if a <= first}
+    assert forced == plan.num_forced or not plan.is_ready
+
+
+ASK_LIMITER = """
+local arg = cmsgpack.unpack(ARGV[1])
+return {
+  math.min(1000, limiter_room(arg.limiter, arg.size, arg.inserts, arg.samples)),
+  may_sample(arg.limiter, arg.n, arg.size, arg.inserts, arg.samples) and 1 or 0,
+}
+"""
+limiters = st.builds(
+    Limiter,
+    st.integers(0, 6),
+    st.sampled_from([0.1, 0.25, 1.0, 1.5, 3.0]),
+    st.sampled_from([-math.inf, -2.0, 0.0, 1.5]),
+    st.sampled_from([math.inf, 2.0, 6.5, 20.0]),
+)
+small = st.integers(0, 20)
+
+
+@given(limiters, small, small, small, st.integers(1, 6))
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_lua_and_python_agree_on_the_limiter(server, limiter, size, inserts, samples, n):
+    arguments = {
+        "limiter": limiter._asdict(),
+        "size": size,
+        "inserts": inserts,
+        "samples": samples,
+        "n": n,
+    }
+    with redis.Redis.from_url(server.url) as client:
+        script = lua_text("rule") + ASK_LIMITER
+        room, may = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
+    assert room == min(1000, limiter.room(size, inserts, samples))
+    assert bool(may) == limiter.may_sample(n, size, inserts, samples)
+
+
+ASK_SCORES = """
+local arg = cmsgpack.unpack(ARGV[1])
+local function ask(score)
+  return string.format('%.17g', score(
+    arg.selector, arg.version, arg.arrival, arg.priority, arg.from, arg.seed, arg.turn))
+end
+return {ask(draw_score), ask(evict_score)}
+"""
+
+
+@pytest.mark.parametrize("selector", get_args(Selector))
+@given(
+    st.integers(0, 5000), st.integers(1, 2**31), st.floats(0, 10), st.floats(0, 100), small, small
+)
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_lua_and_python_agree_on_scores(
+    server, selector, version, arrival, priority, start, seed, turn
+):
+    arguments = {
+        "selector": selector,
+        "version": version,
+        "arrival": arrival,
+        "priority": priority,
+        "from": start,
+        "seed": seed,
+        "turn": turn,
+    }
+    with redis.Redis.from_url(server.url) as client:
+        script = lua_text("select") + ASK_SCORES
+        scores = client.eval(script, 0, msgspec.msgpack.encode(arguments))
+    of_group = (selector, version, arrival, priority, start, seed, turn)
+    expected = [draw_score(*of_group), evict_score(*of_group)]
+    assert [float(score) for score in scores] == pytest.approx(expected, rel=1e-12)  # type: ignore

@@ -9,11 +9,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 import redis
 
+from leeway.replay import connection
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import StoreUnavailable, WaitTimeout
+from leeway.replay.errors import SlotExpired, StoreError, StoreUnavailable, WaitTimeout
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
@@ -38,16 +40,16 @@ async def replay(server: EmbeddedRedis) -> AsyncIterator[RedisReplay]:
 
 async def test_admission_sent_twice_is_granted_once(replay):
     ids = ["one", "two", "three"]
-    first = await replay._try_admit(ids, V0)
-    assert await replay._try_admit(ids, V0) == first
+    first = await replay.buffer.admit(ids, V0)
+    assert await replay.buffer.admit(ids, V0) == first
     assert (await replay.stats()).num_slots == 3
 
 
 async def test_draw_sent_twice_returns_the_same_lease(replay):
     for slot in await replay.admit(4, V0, 1.0):
         await replay.add(slot, build_group(slot))
-    first, second = await replay._try_draw("lease"), await replay._try_draw("lease")
-    assert [g.group_id for g in first.groups] == [g.group_id for g in second.groups]
+    first, second = [await replay.buffer.draw("lease") for _ in range(2)]
+    assert first.ids == second.ids and first.payloads == second.payloads
     stats = await replay.stats()
     assert (stats.num_leased, stats.num_drawn) == (2, 2)
 
@@ -105,11 +107,84 @@ async def test_everything_of_a_trained_group_is_forgotten(replay, server):
     for slot in await replay.admit(2, V0, 1.0):
         await replay.add(slot, build_group(slot))
     await replay.acknowledge(await replay.draw(1.0), V1)
-    keys = replay._keys
-    kept = {keys.state, keys.added, keys.acknowledged, keys.room, keys.data}
+    prefix = replay.buffer.prefix
+    kept = {prefix + name for name in ("state", "added", "acknowledged", "room", "data")}
     with redis.Redis.from_url(server.url, decode_responses=True) as admin:
-        assert set(admin.scan_iter(f"{keys.state.removesuffix('state')}*")) == kept
-        assert admin.hget(keys.state, "num_bytes") == "0"
+        assert set(admin.scan_iter(f"{prefix}*")) == kept
+    assert (await replay.stats()).num_bytes == 0
+
+
+async def test_a_payload_without_its_script_expires_by_itself(replay, server):
+    slot = (await replay.admit(1, V0, 1.0))[0]
+    key = f"{replay.buffer.prefix}payload:{slot.slot_id}"
+    with redis.Redis.from_url(server.url) as admin:
+        # A producer died between the two commands of an add.
+        admin.set(key, b"half", nx=True, px=60_000)
+        await replay.drop(slot, "failed")
+        with pytest.raises(SlotExpired):
+            await replay.add(slot, build_group(slot))
+        assert admin.exists(key) == 0
+
+
+async def test_a_payload_that_was_taken_does_not_expire(replay, server):
+    slot = (await replay.admit(1, V0, 1.0))[0]
+    await replay.add(slot, build_group(slot))
+    await replay.add(slot, build_group(slot))
+    with redis.Redis.from_url(server.url) as admin:
+        assert admin.ttl(f"{replay.buffer.prefix}payload:{slot.slot_id}") == -1
+
+
+async def test_other_selectors_than_the_run_before_order_what_is_there(server):
+    run = f"test-{uuid.uuid4().hex}"
+    first = RedisReplay(server.url, run, CONFIG)
+    slots = await first.admit(4, V0, 1.0)
+    for slot in slots:
+        await first.add(slot, build_group(slot))
+    await first.close()
+    config = ReplayConfig(groups_per_step=2, max_staleness=3, draw_by="lifo")
+    second = RedisReplay(server.url, run, config)
+    drawn = {group.group_id for group in (await second.draw(1.0)).groups}
+    assert drawn == {slot.slot_id for slot in slots[2:]}
+    await second.close()
+
+
+async def test_a_buffer_of_another_layout_is_refused_with_both_numbers(server):
+    run = f"test-{uuid.uuid4().hex}"
+    replay = RedisReplay(server.url, run, CONFIG)
+    with redis.Redis.from_url(server.url) as admin:
+        admin.hset(f"{replay.buffer.prefix}state", "learner_version", "3")
+        with pytest.raises(StoreError, match=r"layout 1.*reads layout 2"):
+            await replay.stats()
+        admin.set(f"{replay.buffer.prefix}state", msgspec.msgpack.encode({"layout": 9}))
+        with pytest.raises(StoreError, match=r"layout 9.*reads layout 2"):
+            await replay.admit(1, V0, 0)
+        assert msgspec.msgpack.decode(admin.get(f"{replay.buffer.prefix}state")) == {"layout": 9}
+    await replay.close()
+
+
+async def test_time_set_back_neither_moves_deadlines_away_nor_stops_them(server, monkeypatch):
+    """The server's clock cannot be set, so scripts read it an hour behind from the second call."""
+    run = f"test-{uuid.uuid4().hex}"
+    config = ReplayConfig(groups_per_step=2, slot_timeout_s=0.3)
+    replay = RedisReplay(server.url, run, config)
+    await replay.admit(2, V0, 1.0)
+    text = connection.lua_text
+    behind = "local clock = call('TIME')\nclock[1] = tonumber(clock[1]) - 3600"
+
+    def set_back(name: str) -> str:
+        return text(name).replace("local clock = call('TIME')", behind)
+
+    monkeypatch.setattr(connection, "lua_text", set_back)
+    connection.script_source.cache_clear()
+    later = RedisReplay(server.url, run, config)
+    assert (await later.stats()).num_slots == 2
+    # Time stood still at the step and goes on from there, with the next script that writes.
+    await later.pause_admission(False)
+    await asyncio.sleep(0.4)
+    assert (await later.stats()).num_slots_expired == 2
+    connection.script_source.cache_clear()
+    await replay.close()
+    await later.close()
 
 
 async def test_an_added_group_survives_the_crash_of_redis(tmp_path):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from operator import attrgetter, methodcaller
 
 import numpy as np
 import pytest
@@ -13,8 +16,14 @@ import torch
 from typer.testing import CliRunner
 
 from leeway.learner.objective.presets import PRESETS
+from leeway.replay.codec import encode
+from leeway.replay.errors import StoreError, WaitTimeout
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.store import Slot
+from leeway.replay.synthetic import build_group
 from leeway.services import cli
-from leeway.services.bench import ctn, logprob, objective
+from leeway.services.bench import ctn, logprob, objective, replay, replay_crew
+from leeway.services.bench.replay_baselines import record
 from leeway.services.bench.report import json_line, plain_table
 from leeway.services.bench.result import BenchResult
 from leeway.services.bench.timing import interleaved
@@ -22,7 +31,7 @@ from leeway.services.bench.timing import interleaved
 RESULT = BenchResult(
     "fake", ("case", "ms"), (("small", "1.5"), ("large", "12.0")), {"speedup": 8.0}
 )
-NAMES = ("objective", "logprob", "ctn", "decode")
+NAMES = ("objective", "logprob", "ctn", "decode", "replay")
 
 
 # --- both sides agree ---
@@ -97,6 +106,92 @@ def test_chosen_tokens_lie_where_their_advantage_clips_and_others_at_ratio_one()
     moved = ctn.with_clipped(batch, lp_T, a_T, chosen_T)
     log_ratio_T = lp_T - moved.behaviour_T
     assert log_ratio_T[:4].tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+# --- replay: two processes, and both sides move the same groups ---
+
+TINY = replay.Plan(
+    cases=((2048, 2, 1), (2048, 64, 8)),
+    stream_sizes=(2048,),
+    turns=1,
+    turn_bytes=2048 * 128,
+    stream_bytes=2048 * 32,
+    num_buffered=64,
+    num_draws=2,
+    levels=(32, 64),
+    num_rounds=2,
+)
+
+
+@pytest.fixture
+def crew() -> Iterator[replay_crew.Crew]:
+    with replay_crew.Crew() as crew:
+        yield crew
+
+
+WAIT = methodcaller("start")
+FAIL = attrgetter("no_such_number")
+NOTHING = attrgetter("num_read.value")
+
+
+def test_the_replay_bench_moves_the_same_groups_through_both_sides_and_has_its_keys():
+    result = replay.measure(TINY)
+    # 2 turns, the first of which is not counted, of 3 sides: 2 cases of 128 groups, streams of 32.
+    assert result.keys["num_groups"] == 2 * 3 * (128 + 128 + 32)
+    assert [row[0] for row in result.rows] == [
+        *(replay.PLAIN, replay.CODEC) * 2, replay.STREAM, replay.WHOLE,
+    ]  # fmt: skip
+    assert all(len(row) == len(result.columns) for row in result.rows)
+    assert {
+        *("ratio_to_redis", "ratio_with_codec", "ratio_to_stream", "ratio_to_group_stream"),
+        *("draw_p99_ms", "draw_bare_p99_ms", "cost_growth", "encode_gb_s", "decode_gb_s"),
+        *("admit_us/32", "add_us/32", "draw_us/64", "acknowledge_us/64"),
+    } <= set(result.keys)
+    assert all(float(value) > 0 for value in result.keys.values())
+
+
+def test_a_group_has_about_the_stored_bytes_that_were_asked_for():
+    load = replay_crew.Load("", "", 16).of_size(65_536)
+    assert len(encode(load.group())) == pytest.approx(65_536, rel=0.1)
+
+
+def test_producers_together_have_at_least_64_groups_in_flight():
+    loads = [replay_crew.Load("", "", 16, 8, num_producers=n) for n in (1, 8, 64)]
+    assert [load.num_at_once for load in loads] == [64, 8, 1]
+
+
+def test_a_record_is_lists_whose_labels_are_the_trained_tokens():
+    group = build_group(Slot("a", PolicyVersion(3)), None, 1, 8)
+    trajectory = group.trajectories[0]
+    # 2 prompt, 2 generated, 2 observed, 2 generated.
+    ids = trajectory.token_ids.tolist()
+    assert record(group, trajectory)["labels"] == [-100] * 2 + ids[2:4] + [-100] * 2 + ids[6:]
+    assert record(group, trajectory)["version"] == 3
+
+
+def test_a_failed_process_fails_the_bench_with_its_error(crew: replay_crew.Crew):
+    with pytest.raises(StoreError, match=r"consumers failed:[\s\S]*no_such_number"):
+        crew.both(WAIT, FAIL)
+
+
+def test_a_dead_process_fails_the_bench_at_once(crew: replay_crew.Crew):
+    next(p for p in multiprocessing.active_children() if p.name == "producers").kill()
+    with pytest.raises(StoreError, match="producers died"):
+        crew.both(WAIT, WAIT)
+
+
+def test_a_job_that_hangs_fails_the_bench_at_its_deadline(
+    crew: replay_crew.Crew, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replay_crew, "JOB_TIMEOUT_S", 0.5)
+    with pytest.raises(WaitTimeout, match=r"producers did not end in 0\.5 s"):
+        crew.alone(WAIT)
+
+
+def test_a_crew_leaves_no_process_behind():
+    with replay_crew.Crew() as crew:
+        assert crew.alone(NOTHING) == 0
+    assert multiprocessing.active_children() == []
 
 
 # --- what is shown ---

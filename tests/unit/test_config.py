@@ -193,7 +193,7 @@ def test_a_bad_override_is_named(override: str, words: str):
         (["learner.draw_timeout_s=60"], "set learner.draw_timeout_s above 120"),
         (["replay.lease_timeout_s=60"], "set replay.lease_timeout_s above 60"),
         (["eval.num_questions=0", "eval.every_steps=5"], "eval.every_steps = 5 does nothing"),
-        (["replay.url=localhost:6379"], "is not a Redis URL; write redis://"),
+        (["replay.url=localhost:6379"], "is not a Redis URL: it must begin with one of redis://"),
         (["search.retriever_url=localhost"], "must start with http:// or https://"),
     ],
 )
@@ -322,6 +322,10 @@ def test_a_dump_does_not_hold_the_redis_password():
         ("redis://u:p@h:1/0", "redis://u:***@h:1/0"),
         ("redis://:p@ss/w@h", "redis://:***@h"),
         ("redis://h/0?password=p&a=1", "redis://h/0?password=***&a=1"),
+        (
+            "redis+sentinel://u:p@h:1,i:2/m?sentinel_password=q",
+            "redis+sentinel://u:***@h:1,i:2/m?sentinel_password=***",
+        ),
         ("redis://h:6379/0", "redis://h:6379/0"),
     ],
 )

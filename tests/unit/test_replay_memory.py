@@ -13,9 +13,21 @@ from leeway.replay.bounds import check_staleness
 from leeway.replay.config import ReplayConfig, StalenessPolicy
 from leeway.replay.memory_buffer import Buffer
 from leeway.replay.store import Lease, Slot
+from leeway.replay.stored import entry_of, lease_of
 from leeway.replay.synthetic import build_group
+from leeway.replay.waiting import Shortage
 
-STEP, STALENESS, MAX_GROUPS, MAX_DRAWS = 2, 2, 9, 3
+STEP, STALENESS, MAX_GROUPS = 2, 2, 9
+
+
+def add(buffer: Buffer, slot: Slot, version: int | None = None) -> None:
+    group = build_group(slot, version=version, num_trajectories=1, num_tokens=8)
+    buffer.add(slot.slot_id, entry_of(group))
+
+
+def draw(buffer: Buffer) -> Lease | Shortage:
+    drawn = buffer.draw()
+    return drawn if isinstance(drawn, Shortage) else lease_of(*drawn)
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -31,7 +43,6 @@ class BufferMachine(RuleBasedStateMachine):
             max_staleness=STALENESS,
             staleness_policy=self.policy,
             max_groups=MAX_GROUPS,
-            max_draws=MAX_DRAWS,
             slot_timeout_s=10,
             lease_timeout_s=20,
         )
@@ -51,7 +62,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self.slots))
-        self.buffer.add(build_group(slot, num_trajectories=1, num_tokens=8))
+        add(self.buffer, slot)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
@@ -60,7 +71,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def draw(self) -> None:
-        drawn = self.buffer.draw()
+        drawn = draw(self.buffer)
         if isinstance(drawn, Lease):
             assert len(drawn.groups) == STEP
             check_staleness(drawn, self.buffer.config)
@@ -91,7 +102,7 @@ class BufferMachine(RuleBasedStateMachine):
         for _ in range(STALENESS + 2):
             self.admit(MAX_GROUPS, 0)
             for slot in self.slots:
-                self.buffer.add(build_group(slot, num_trajectories=1, num_tokens=8))
+                add(self.buffer, slot)
             self.slots.clear()
             num_leases = len(self.leases)
             self.draw()
@@ -101,7 +112,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_admitted_group_is_somewhere(self) -> None:
-        stats = self.buffer.stats(0, 0)
+        stats = self.buffer.stats()
         held = stats.num_slots + stats.num_ready + stats.num_leased
         gone = stats.num_trained + stats.num_slots_expired + sum(stats.dropped.values())
         assert stats.num_admitted == held + gone
@@ -113,7 +124,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_the_groups_held(self) -> None:
-        stats = self.buffer.stats(0, 0)
+        stats = self.buffer.stats()
         assert (stats.num_bytes == 0) == (stats.num_ready + stats.num_leased == 0)
 
 
@@ -145,12 +156,12 @@ def test_paced_play_never_drops_and_never_trains_too_old():
         playing += granted if isinstance(granted, list) else []
         rng.shuffle(playing)
         for _ in range(rng.randint(0, len(playing))):
-            buffer.add(build_group(playing.pop(), num_trajectories=1, num_tokens=8))
-        drawn = buffer.draw()
+            add(buffer, playing.pop())
+        drawn = draw(buffer)
         if isinstance(drawn, Lease):
             assert all(drawn.version - g.oldest_version <= STALENESS for g in drawn.groups)
             buffer.acknowledge(drawn.lease_id, drawn.version + 1)
-    assert not buffer.dropped
+    assert not buffer.dropped.groups
 
 
 def test_exact_play_with_failures_trains_every_group_exactly_two_versions_old():
@@ -165,8 +176,8 @@ def test_exact_play_with_failures_trains_every_group_exactly_two_versions_old():
             if rng.random() < 0.2:
                 buffer.drop(slot.slot_id, "failed")
             else:
-                buffer.add(build_group(slot, num_trajectories=1, num_tokens=8))
-        drawn = buffer.draw()
+                add(buffer, slot)
+        drawn = draw(buffer)
         if isinstance(drawn, Lease):
             lags.append({drawn.version - group.oldest_version for group in drawn.groups})
             buffer.acknowledge(drawn.lease_id, drawn.version + 1)
@@ -179,8 +190,8 @@ def exact_run(buffer: Buffer, num_steps: int) -> list[list[int]]:
     for _ in range(5 * num_steps):
         granted = buffer.admit(99, buffer.learner_version)
         for slot in granted if isinstance(granted, list) else []:
-            buffer.add(build_group(slot, num_trajectories=1, num_tokens=8))
-        drawn = buffer.draw()
+            add(buffer, slot)
+        drawn = draw(buffer)
         if isinstance(drawn, Lease):
             check_staleness(drawn, buffer.config)
             lags.append([drawn.version - group.oldest_version for group in drawn.groups])
@@ -199,7 +210,7 @@ def test_exact_with_limits_lowered_drops_what_no_step_can_take_and_finds_its_pac
     buffer.config = ReplayConfig(groups_per_step=2, max_staleness=2, staleness_policy="exact")
     buffer.restore_version(2)
     assert exact_run(buffer, 7) == [[2, 2], [2, 2], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
-    assert buffer.dropped == {"overdue": 4}
+    assert buffer.dropped.groups == {"overdue": 4}
 
 
 def test_exact_drops_a_mixed_group_that_was_buffered_under_pace():
@@ -207,8 +218,8 @@ def test_exact_drops_a_mixed_group_that_was_buffered_under_pace():
     granted = buffer.admit(2, 0)
     assert isinstance(granted, list)
     for version, slot in enumerate(granted):
-        buffer.add(build_group(slot, version=version, num_trajectories=1, num_tokens=8))
+        add(buffer, slot, version)
     buffer.config = ReplayConfig(groups_per_step=2, max_staleness=1, staleness_policy="exact")
     buffer.restore_version(1)
     assert exact_run(buffer, 3) == [[1, 0], [1, 1], [1, 1]]
-    assert buffer.dropped == {"mixed-versions": 1}
+    assert buffer.dropped.groups == {"mixed-versions": 1}

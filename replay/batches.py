@@ -1,0 +1,58 @@
+"""Calls of one turn of the event loop, done together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Batches(Generic[Item, Result]):
+    """Gathers what is called in one turn of the loop, and hands it to `run` in one list."""
+
+    def __init__(
+        self, run: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]], max_bytes: int
+    ) -> None:
+        """`run` gives one result an item; a batch ends when its items have `max_bytes`."""
+        self._run = run
+        self._max_bytes = max_bytes
+        self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._num_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def call(self, item: Item, num_bytes: int) -> Result:
+        """The item's own result; an error of the batch is raised to each of its callers."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._flush)
+        self._waiting.append((item, future))
+        self._num_bytes += num_bytes
+        if self._num_bytes >= self._max_bytes:
+            self._flush()
+        return await future
+
+    def _flush(self) -> None:
+        batch, self._waiting, self._num_bytes = self._waiting, [], 0
+        if batch:
+            task = asyncio.create_task(self._finish(batch))
+            self._tasks.add(task)  # the loop holds tasks weakly
+            task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, batch: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+        try:
+            results = await self._run([item for item, _ in batch])
+        except BaseException as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        # A caller that was cancelled waits no longer; its item went in all the same.
+        for (_, future), result in zip(batch, results, strict=True):
+            if not future.done():
+                future.set_result(result)

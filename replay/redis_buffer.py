@@ -1,0 +1,426 @@
+"""The buffer in Redis as it is stored: groups as bytes, every operation one Lua script.
+
+    admit ─> slot ─> add (SET payload, then script) ─> ready ─> draw (script, then GETs) ─> lease
+                                                         ^                                    │
+                                                         └── release, expiry ─────────────────┤
+                                                                            acknowledge ─> gone
+
+A payload never passes through Lua, where it would be copied twice. It is set in front of the
+script that takes it, to expire by itself; so a caller that dies between the two leaves nothing. A
+drawn payload is read behind the script that leased it, and nobody else may remove it meanwhile.
+
+redis_store.py adds encoding, checks and waiting. lua/base.lua is what every script starts with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from leeway.replay.batches import Batches
+from leeway.replay.config import ReplayConfig
+from leeway.replay.connection import Command, Link, ScriptSet
+from leeway.replay.errors import LeaseExpired, StoreError
+from leeway.replay.keys import replay_prefix
+from leeway.replay.limiter import limiter_of
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.store import Held, RefusalReason, ReplayStats, Slot, Waiting
+from leeway.replay.stored import Drawn, Entry, Leased, StoredGroup
+from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
+
+T = TypeVar("T")
+
+PRELUDE: Final = ("rule", "select", "base")
+"""What every script of the buffer starts with."""
+
+INFINITE: Final = 1e308
+"""JSON has no infinity; scripts take what is above 1e300 for it."""
+
+MAX_BATCH_BYTES: Final = 2**20
+"""Payloads of one script that adds groups; more would hold the server up."""
+
+ORPHAN_MS: Final = 60_000
+"""How long a payload lives whose script never came."""
+
+
+class _Record(msgspec.Struct, array_like=True):
+    version: int
+    newest: int
+    arrival: int
+    draws: int
+    returns: int
+    size: int
+    priority: float
+    shape: str
+
+
+class _AdmitReply(msgspec.Struct):
+    granted: list[str] = []
+    reason: RefusalReason = "window"
+    learner_version: int = 0
+    next_version: int = 0
+    num_groups: int = 0
+    num_slots: int = 0
+    num_bytes: int = 0
+    largest: int = 0
+    inserts: int = 0
+    samples: int = 0
+    outstanding: list[int] = []
+    expires_in_ms: float | None = None
+    signal: str = "0-0"
+
+
+class _DrawReply(msgspec.Struct):
+    version: int
+    ramp_version: int = 0
+    ids: list[str] = []
+    missing: int = 0
+    blocking_until: int | None = None
+    is_limited: bool = False
+    num_stored: int = 0
+    inserts: int = 0
+    samples: int = 0
+    playing: list[int] = []
+    awaited: list[str] = []
+    expires_in_ms: float | None = None
+    signal: str = "0-0"
+
+
+class _State(msgspec.Struct):
+    learner_version: int
+    paused: bool
+    num_slots: int
+    num_ready: int
+    num_stored: int
+    num_bytes: int
+    num_admitted: int
+    num_added: int
+    num_drawn: int
+    num_trained: int
+    num_slots_expired: int
+    num_leases_expired: int
+    outstanding: list[int]
+    wait_room_ms: float
+    wait_data_ms: float
+    play_ms: float
+    train_ms: float
+
+
+class _StatsReply(msgspec.Struct):
+    state: _State
+    dropped: list[str]
+    dropped_turns: list[str]
+    dropped_tokens: list[str]
+    waits: list[Waiting]
+    playing: list[Held]
+    training: list[Held]
+
+
+class RedisBuffer:
+    """One shard. Nothing here waits but for Redis; every call is harmless to repeat."""
+
+    def __init__(self, link: Link, run: str, config: ReplayConfig, shard: int = 0) -> None:
+        self._link = link
+        self.prefix = replay_prefix(run, shard)
+        self._scripts = ScriptSet(link, self.prefix, PRELUDE)
+        self._config = _for_scripts(config)
+        self._adding = Batches(self._add_all, MAX_BATCH_BYTES)
+        self._orphan_ms = int(config.slot_timeout_s * 1000) + ORPHAN_MS
+
+    async def admit(
+        self,
+        slot_ids: Sequence[str],
+        version: PolicyVersion | None,
+        waiter: str | None = None,
+        waited_s: float = 0.0,
+    ) -> list[Slot] | Refusal:
+        """Between 1 and all of the slots.
+
+        If refused, it is noted that `waiter` waits; else that it has waited `waited_s`.
+        """
+        reply = await self._run(
+            "admit",
+            _AdmitReply,
+            slot_ids=slot_ids,
+            version=NO_ENGINE if version is None else version,
+            waiter=waiter,
+            waited_ms=1000 * waited_s or None,
+        )
+        if version is not None and reply.granted:
+            return [Slot(slot_id, version) for slot_id in reply.granted]
+        return Refusal(
+            reason=reply.reason,
+            version=version,
+            learner_version=reply.learner_version,
+            next_version=reply.next_version,
+            num_groups=reply.num_groups,
+            num_slots=reply.num_slots,
+            num_bytes=reply.num_bytes,
+            largest=reply.largest,
+            inserts=reply.inserts,
+            samples=reply.samples,
+            outstanding=_pairs(reply.outstanding),
+            expires_in_s=_seconds(reply.expires_in_ms),
+            signal=reply.signal,
+        )
+
+    async def add(self, slot_id: str, entry: Entry) -> Literal["added", "dropped", "expired"]:
+        """Fill a slot. `dropped`: it holds tokens of a version that was lost in a crash.
+
+        Groups that come in the same turn of the event loop go in by one script.
+        """
+        outcome = await self._adding.call((slot_id, entry), len(entry.payload))
+        if outcome == "added" or outcome == "dropped" or outcome == "expired":
+            return outcome
+        raise StoreError(f"Redis took no payload for group {slot_id}: {outcome}")
+
+    async def _add_all(self, batch: Sequence[tuple[str, Entry]]) -> list[str]:
+        sets: list[Command] = [
+            ("SET", self._payload(slot_id), entry.payload, "NX", "PX", self._orphan_ms)
+            for slot_id, entry in batch
+        ]
+        entries = [entry for _, entry in batch]
+        outcomes: list[bytes] = await self._call(
+            "add",
+            sets,
+            ids=[slot_id for slot_id, _ in batch],
+            sizes=[len(entry.payload) for entry in entries],
+            oldest=[entry.oldest for entry in entries],
+            newest=[entry.newest for entry in entries],
+            priorities=[entry.priority for entry in entries],
+            shapes=[_shape(entry.trajectories) for entry in entries],
+        )
+        return [outcome.decode() for outcome in outcomes]
+
+    async def drop(self, slot_id: str, reason: str) -> None:
+        """Give a slot back unfilled."""
+        await self._call("drop", id=slot_id, reason=reason)
+
+    async def draw(self, lease_id: str) -> Drawn | Shortage:
+        """Lease one step's groups and read them."""
+        leased = await self.lease(lease_id)
+        return leased if isinstance(leased, Shortage) else await self.read(leased)
+
+    async def read(self, leased: Leased) -> Drawn:
+        """The leased payloads. Raises LeaseExpired if they were gone before they were read."""
+        gets = [("GET", self._payload(group_id)) for group_id in leased.ids]
+        payloads = await self._link.execute(*gets)
+        if None in payloads:
+            raise LeaseExpired(f"lease {leased.lease_id} ended before its groups were read")
+        return Drawn(leased.version, leased.ramp_version, leased.ids, payloads)
+
+    async def lease(
+        self, lease_id: str, waiter: str | None = None, waited_s: float = 0.0
+    ) -> Leased | Shortage:
+        """Lease one step's groups; `waiter` as in admit."""
+        reply = await self._run(
+            "draw",
+            _DrawReply,
+            lease_id=lease_id,
+            waiter=waiter,
+            waited_ms=1000 * waited_s or None,
+        )
+        if reply.ids:
+            return Leased(lease_id, reply.version, reply.ramp_version, reply.ids)
+        return Shortage(
+            version=reply.version,
+            missing=reply.missing,
+            blocking_until=reply.blocking_until,
+            is_limited=reply.is_limited,
+            num_stored=reply.num_stored,
+            inserts=reply.inserts,
+            samples=reply.samples,
+            playing=_pairs(reply.playing),
+            awaited=reply.awaited,
+            expires_in_s=_seconds(reply.expires_in_ms),
+            signal=reply.signal,
+        )
+
+    async def acknowledge(self, lease_id: str, version: int) -> Literal["ok", "expired"]:
+        """The lease's groups were trained and made `version`."""
+        reply: bytes = await self._call("acknowledge", lease_id=lease_id, version=version)
+        return "ok" if reply == b"ok" else "expired"
+
+    async def release(self, lease_id: str) -> None:
+        """Hand the lease's groups back."""
+        await self._call("release", lease_id=lease_id)
+
+    async def update_priorities(self, priorities: Mapping[str, float]) -> int:
+        """How many of the groups are stored."""
+        if not priorities:
+            return 0
+        return await self._call(
+            "update_priorities",
+            ids=list(priorities),
+            priorities=list(priorities.values()),
+        )
+
+    async def restore_version(self, version: int) -> int:
+        """The learner resumed at `version`; how many groups and slots were dropped."""
+        return await self._call("restore_version", version=version)
+
+    async def pause(self, paused: bool) -> None:
+        """Stop or resume granting slots."""
+        await self._call("pause", paused=paused)
+
+    async def end_wait(
+        self, waiter: str, side: Literal["rollout", "learner"], waited_s: float
+    ) -> None:
+        """A caller gave up waiting."""
+        await self._call("waited", waiter=waiter, side=side, waited_ms=waited_s * 1000)
+
+    async def stats(self) -> ReplayStats:
+        """A snapshot, by one script."""
+        # Without limits: somebody who looks must not set those of the run.
+        packed: bytes = await self._call("stats", config=None)
+        return _to_stats(msgspec.msgpack.decode(packed, type=_StatsReply))
+
+    async def records(self) -> dict[str, StoredGroup]:
+        """Every stored group's record by id, earliest arrival first."""
+        flat: list[bytes] | dict[bytes, bytes] = (
+            await self._link.execute(("HGETALL", f"{self.prefix}groups"))
+        )[0]
+        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+        records = {
+            group_id.decode(): _to_record(msgspec.msgpack.decode(packed, type=_Record))
+            for group_id, packed in pairs
+        }
+        return dict(sorted(records.items(), key=lambda item: item[1].arrival))
+
+    async def payloads(self, ids: Sequence[str]) -> AsyncIterator[bytes | None]:
+        """Encoded groups, None for one that is gone; a few are read at a time."""
+        for start in range(0, len(ids), 16):
+            gets = [("GET", self._payload(group_id)) for group_id in ids[start : start + 16]]
+            for payload in await self._link.execute(*gets):
+                yield payload
+
+    async def put_back(self, group_id: str, record: StoredGroup, payload: bytes) -> bool:
+        """Store a group that was taken out of a buffer; False if one of its id is stored.
+
+        Raises StoreError if Redis took no payload.
+        """
+        put = ("SET", self._payload(group_id), payload, "NX", "PX", self._orphan_ms)
+        reply: bytes = await self._call(
+            "put_back",
+            before=[put],
+            id=group_id,
+            version=record.version,
+            newest=record.newest,
+            draws=record.draws,
+            returns=record.returns,
+            priority=record.priority,
+            shape=_shape(record.trajectories),
+        )
+        if reply == b"no-payload":
+            raise StoreError(f"Redis took no payload for group {group_id}")
+        return reply == b"added"
+
+    async def _run(self, name: str, type: type[T], **arguments: object) -> T:
+        packed: bytes = await self._call(name, (), **arguments)
+        return msgspec.msgpack.decode(packed, type=type)
+
+    async def _call(self, name: str, before: Sequence[Command] = (), **arguments: object) -> Any:
+        """Run a script. Raises StoreError where the buffer was laid out by another program."""
+        try:
+            arguments = {"config": self._config} | arguments
+            return await self._scripts.run(name, before=before, **arguments)
+        except StoreError as error:
+            layouts = re.search(r"LAYOUT (\d+) (\d+)", str(error))
+            if layouts is None:
+                raise
+            theirs, ours = layouts.groups()
+            raise StoreError(
+                f"the buffer {self.prefix} has layout {theirs} and this program reads layout "
+                f"{ours}; export it with the program that wrote it, or take another run name"
+            ) from error
+
+    def _payload(self, group_id: str) -> str:
+        return f"{self.prefix}payload:{group_id}"
+
+
+def _for_scripts(config: ReplayConfig) -> str:
+    """Today's limits, as every script gets them: JSON, which scripts compare as it is."""
+    limits: dict[str, Any] = {
+        "policy": config.staleness_policy,
+        "max_staleness": config.max_staleness,
+        "groups_per_step": config.groups_per_step,
+        "max_groups": config.max_groups,
+        "max_draws": config.max_draws,
+        "max_returns": config.max_returns,
+        "draw_by": config.draw_by,
+        "evict_by": config.evict_by,
+        "seed": config.seed,
+        "limiter": {
+            name: max(-INFINITE, min(INFINITE, number))
+            for name, number in limiter_of(config)._asdict().items()
+        },
+        "slot_timeout_ms": int(config.slot_timeout_s * 1000),
+        "lease_timeout_ms": int(config.lease_timeout_s * 1000),
+    }
+    if config.max_bytes is not None:
+        limits["max_bytes"] = int(config.max_bytes)
+    return msgspec.json.encode(limits).decode()
+
+
+def _to_stats(reply: _StatsReply) -> ReplayStats:
+    state = reply.state
+    dropped = zip(reply.dropped[::2], reply.dropped[1::2], strict=True)
+    return ReplayStats(
+        learner_version=PolicyVersion(state.learner_version),
+        num_slots=state.num_slots,
+        num_ready=state.num_ready,
+        num_leased=state.num_stored - state.num_ready,
+        num_bytes=state.num_bytes,
+        admission_paused=state.paused,
+        num_admitted=state.num_admitted,
+        num_added=state.num_added,
+        num_drawn=state.num_drawn,
+        num_trained=state.num_trained,
+        num_slots_expired=state.num_slots_expired,
+        num_leases_expired=state.num_leases_expired,
+        dropped={reason: int(n) for reason, n in dropped},
+        dropped_turns=_by_reason(reply.dropped_turns),
+        dropped_tokens=_by_reason(reply.dropped_tokens),
+        outstanding=_pairs(state.outstanding),
+        wait_room_s=state.wait_room_ms / 1000,
+        play_s=state.play_ms / 1000,
+        wait_data_s=state.wait_data_ms / 1000,
+        train_s=state.train_ms / 1000,
+        waits=tuple(reply.waits),
+        slots=tuple(reply.playing),
+        leases=tuple(reply.training),
+    )
+
+
+def _shape(trajectories: Sequence[tuple[int, int]]) -> str:
+    """Turns and tokens of each: [(2, 310), (4, 782)] -> "2x310 4x782"."""
+    return " ".join(f"{turns}x{tokens}" for turns, tokens in trajectories)
+
+
+def _to_record(record: _Record) -> StoredGroup:
+    pairs = (part.split("x") for part in record.shape.split())
+    trajectories = [(int(turns), int(tokens)) for turns, tokens in pairs]
+    fields = {name: getattr(record, name) for name in _Record.__struct_fields__ if name != "shape"}
+    return StoredGroup(**fields, trajectories=trajectories)
+
+
+def _by_reason(flat: list[str]) -> dict[str, dict[int, int]]:
+    """["overdue 4", "7"] -> {"overdue": {4: 7}}"""
+    table: dict[str, dict[int, int]] = {}
+    for name, n in zip(flat[::2], flat[1::2], strict=True):
+        reason, _, number = name.rpartition(" ")
+        table.setdefault(reason, {})[int(number)] = int(n)
+    return {reason: dict(sorted(row.items())) for reason, row in sorted(table.items())}
+
+
+def _pairs(flat: list[int]) -> dict[int, int]:
+    """[4, 1, 5, 3] -> {4: 1, 5: 3}"""
+    return dict(sorted(zip(flat[::2], flat[1::2], strict=True)))
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    """Two milliseconds late, so that the expiry is past when the next script asks the clock."""
+    return None if milliseconds is None else max(milliseconds + 2, 2) / 1000

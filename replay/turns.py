@@ -1,0 +1,55 @@
+"""Tries of many waiting callers, one at a time, and none in vain.
+
+A wake-up wakes all who wait, and the first to try may take what there is. The others would ask
+Redis once each to hear the same refusal; they take the first one's instead, as long as nothing was
+signalled since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from leeway.replay.waiting import Refusal, Shortage
+
+if TYPE_CHECKING:
+    from leeway.replay.wakeups import Wakeups
+
+Granted = TypeVar("Granted")
+Refused = TypeVar("Refused", Refusal, Shortage)
+
+
+class Turns(Generic[Granted, Refused]):
+    """Callers of one process that try the same thing and wait for the same signal."""
+
+    def __init__(self, wakeups: Wakeups, refused: type[Refused]) -> None:
+        self._wakeups = wakeups
+        self._refused = refused
+        self._lock = asyncio.Lock()
+        self._last: Refused | None = None
+        self._until_s = 0.0
+
+    async def do(
+        self,
+        attempt: Callable[[], Awaitable[Granted | Refused]],
+        would_be: Callable[[Refused], bool] = lambda _: True,
+    ) -> Granted | Refused:
+        """Try, unless another was refused, nothing was signalled or has expired since, and the
+        caller `would_be` refused for the same."""
+        async with self._lock:
+            last = self._last
+            if (
+                last is not None
+                and time.monotonic() < self._until_s
+                and self._wakeups.is_last(last.signal)
+                and would_be(last)
+            ):
+                return last
+            outcome = await attempt()
+            if isinstance(outcome, self._refused):
+                self._last = outcome
+                left_s = float("inf") if outcome.expires_in_s is None else outcome.expires_in_s
+                self._until_s = time.monotonic() + left_s
+            return outcome

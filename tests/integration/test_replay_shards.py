@@ -1,0 +1,190 @@
+"""A buffer in shards: its rules on tables in memory, its keys on a Redis Cluster of three nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from leeway.replay.config import ReplayConfig
+from leeway.replay.errors import LeaseExpired, WaitTimeout
+from leeway.replay.memory_store import MemoryReplay
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.sharded_store import ShardedReplay, connect_replay
+from leeway.replay.store import Lease, Replay, Slot
+from leeway.replay.synthetic import build_group
+
+from . import redis_servers
+
+CONFIG = ReplayConfig(groups_per_step=4, max_staleness=1, num_shards=2, max_groups=64)
+SOON_S = 0.05
+AMPLE_S = 10.0
+
+
+def v(version: int) -> PolicyVersion:
+    return PolicyVersion(version)
+
+
+def on_memory(config: ReplayConfig = CONFIG) -> tuple[ShardedReplay, list[MemoryReplay]]:
+    shards = [MemoryReplay(config.of_shard()) for _ in range(config.num_shards)]
+    return ShardedReplay(shards, config), shards
+
+
+async def fill(replay: Replay, n: int, version: int = 0) -> list[Slot]:
+    slots: list[Slot] = []
+    while len(slots) < n:
+        slots += await replay.admit(n - len(slots), v(version), SOON_S)
+    for slot in slots:
+        await replay.add(slot, build_group(slot))
+    return slots
+
+
+async def train(replay: Replay) -> Lease:
+    lease = await replay.draw(AMPLE_S)
+    await replay.acknowledge(lease, v(lease.version + 1))
+    return lease
+
+
+def test_every_shard_gets_its_part_of_the_limits():
+    config = ReplayConfig(
+        groups_per_step=8, num_shards=4, max_groups=100, max_bytes=4096, queue_size=9
+    )
+    part = config.of_shard()
+    assert (part.groups_per_step, part.max_groups, part.max_bytes) == (2, 25, 1024)
+    assert (part.num_shards, part.queue_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"groups_per_step": 6, "num_shards": 4}, "multiple of num_shards = 4"),
+        (
+            {"groups_per_step": 8, "num_shards": 4, "max_groups": 9, "staleness_policy": "exact"},
+            "max_groups",
+        ),
+        (
+            {"groups_per_step": 8, "num_shards": 4, "limiter": "queue", "queue_size": 8},
+            None,
+        ),
+    ],
+)
+def test_shards_that_could_not_hold_their_part_of_a_step_are_refused(settings, words):
+    if words is None:
+        assert ReplayConfig.model_validate(settings).of_shard().queue_size == 2
+        return
+    with pytest.raises(ValidationError, match=words):
+        ReplayConfig.model_validate(settings)
+
+
+async def test_a_step_takes_an_equal_part_from_every_shard():
+    replay, shards = on_memory()
+    await fill(replay, 8)
+    await train(replay)
+    assert [(await shard.stats()).num_trained for shard in shards] == [2, 2]
+    stats = await replay.stats()
+    assert (stats.learner_version, stats.num_trained, stats.num_ready) == (1, 4, 4)
+
+
+async def test_the_window_of_all_shards_is_the_window():
+    replay, _ = on_memory()
+    await fill(replay, CONFIG.window)
+    with pytest.raises(WaitTimeout, match="window"):
+        await replay.admit(1, v(0), SOON_S)
+    waiting = asyncio.create_task(replay.admit(1, v(1), AMPLE_S))
+    await train(replay)
+    assert len(await waiting) == 1
+
+
+async def test_room_in_another_shard_than_ones_own_is_found():
+    replay, shards = on_memory()
+    slots = await fill(replay, CONFIG.window - 1)
+    slots += await replay.admit(1, v(0), SOON_S)
+    waiting = [asyncio.create_task(replay.admit(1, v(0), AMPLE_S)) for _ in range(2)]
+    await asyncio.sleep(SOON_S)
+    await replay.drop(slots[-1], "failed")
+    done, rest = await asyncio.wait(waiting, timeout=3.0, return_when="FIRST_COMPLETED")
+    assert len(done) == 1
+    for task in rest:
+        task.cancel()
+    assert sum([(await shard.stats()).num_slots for shard in shards]) == 1
+
+
+async def test_a_draw_that_one_shard_cannot_serve_takes_nothing_from_the_others():
+    replay, shards = on_memory()
+    for slot in await shards[0].admit(2, v(0), SOON_S):
+        await shards[0].add(slot, build_group(slot))
+    with pytest.raises(WaitTimeout):
+        await replay.draw(SOON_S)
+    assert (await replay.stats()).num_leased == 0
+
+
+async def test_shards_at_two_versions_come_together_at_the_next_draw():
+    replay, shards = on_memory(ReplayConfig(**CONFIG.model_dump() | {"max_staleness": 3}))
+    await fill(replay, 12)
+    part = await shards[0].draw(SOON_S)
+    await shards[0].acknowledge(part, v(1))
+    lease = await replay.draw(AMPLE_S)
+    assert (lease.version, len(lease.groups)) == (1, 4)
+    await replay.acknowledge(lease, v(2))
+    assert [(await shard.stats()).learner_version for shard in shards] == [2, 2]
+
+
+async def test_a_pause_tells_who_waits_and_not_who_comes_later():
+    replay, _ = on_memory()
+    await fill(replay, CONFIG.window)
+    waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    await replay.pause_admission(True)
+    with pytest.raises(WaitTimeout, match="admission is stopped"):
+        await waiting
+    later = asyncio.create_task(replay.admit(1, v(1), AMPLE_S))
+    await train(replay)
+    await asyncio.sleep(1.5)
+    assert not later.done()
+    await replay.pause_admission(False)
+    assert len(await later) == 1
+
+
+async def test_acknowledging_twice_is_harmless_and_a_foreign_lease_is_refused():
+    replay, _ = on_memory()
+    await fill(replay, 4)
+    lease = await train(replay)
+    await replay.acknowledge(lease, v(1))
+    assert (await replay.stats()).num_trained == 4
+    other, _ = on_memory()
+    with pytest.raises(LeaseExpired):
+        await other.acknowledge(lease, v(1))
+
+
+async def test_shards_of_a_run_lie_on_several_nodes_of_a_cluster(tmp_path: Path):
+    config = ReplayConfig(groups_per_step=6, max_staleness=1, num_shards=6, max_groups=96)
+    with redis_servers.cluster(tmp_path) as nodes:
+        url = f"redis+cluster://127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
+        replay = connect_replay(url, f"test-{uuid.uuid4().hex}", config)
+        try:
+            await asyncio.wait_for(_three_steps(replay), 60)
+            used = [int(node.command("DBSIZE")) for node in nodes]
+            assert sum(used) > 6 and sum(n > 0 for n in used) >= 2
+        finally:
+            await replay.close()
+
+
+async def _three_steps(replay: Replay) -> None:
+    for version in range(3):
+        await fill(replay, 6, version)
+        learner = asyncio.create_task(replay.draw(AMPLE_S))
+        lease = await learner
+        assert len({group.group_id for group in lease.groups}) == 6
+        await replay.acknowledge(lease, v(version + 1))
+    # A wait on a cluster wakes by an add on another node than the one first asked.
+    waiting = asyncio.create_task(replay.draw(AMPLE_S))
+    await asyncio.sleep(0.2)
+    await fill(replay, 6, 3)
+    lease = await waiting
+    await replay.release(lease)
+    stats = await replay.stats()
+    assert (stats.num_trained, stats.num_ready, stats.learner_version) == (18, 6, 3)
+    assert await replay.restore_version(v(2)) == 6
