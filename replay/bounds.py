@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import DataError, StalenessViolation
@@ -34,13 +34,15 @@ def check_fills(slot: Slot, group: Group, config: ReplayConfig) -> None:
 
 def newest_version(group: Group) -> int:
     """The newest version among all trained tokens of the group."""
-    return max(int(trajectory.versions.max()) for trajectory in group.trajectories)
+    return group.version_range[1]
 
 
 def priority_of(group: Group) -> float:
     """How much a group teaches under advantages relative to it: the standard deviation of its
     rewards. Rewards 0, 0, 1, 1 -> 0.5; equal rewards -> 0."""
-    return float(np.std([trajectory.reward for trajectory in group.trajectories]))
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    mean = sum(rewards) / len(rewards)
+    return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
 
 
 def check_staleness(lease: Lease, config: ReplayConfig) -> None:

@@ -89,6 +89,12 @@ def deadlock(config: ReplayConfig) -> str | None:
             f"queue_size = {config.queue_size} must be at least groups_per_step = {step}, or no "
             "step could ever be drawn"
         )
+    if config.staleness_policy == "exact" and limiter.max_diff < config.window:
+        return (
+            f'limiter = "{config.limiter}" lets {limiter.max_diff:g} groups wait, and '
+            f'staleness_policy = "exact" draws only when (max_staleness + 1) x groups_per_step = '
+            f"{config.window} do"
+        )
     if ratio > config.max_draws:
         return (
             f"samples_per_insert = {ratio:g} wants every group trained that often, and max_draws = "
@@ -104,10 +110,11 @@ def deadlock(config: ReplayConfig) -> str | None:
 
 def _cannot_exist(config: ReplayConfig, limiter: Limiter) -> str | None:
     """Whether the groups that a step waits for are more than may exist."""
-    # With a ratio of 1 the diff is the number of groups that wait, so a step needs so many.
+    # So many inserts that nobody has sampled let a step be drawn.
     needed = limiter.min_size
-    if limiter.samples_per_insert == 1 and not math.isinf(limiter.min_diff):
-        needed = max(needed, math.ceil(limiter.min_diff + config.groups_per_step))
+    if not math.isinf(limiter.min_diff):
+        inserts = (limiter.min_diff + config.groups_per_step) / limiter.samples_per_insert
+        needed = max(needed, math.ceil(inserts - ROUNDING))
     what = f'limiter = "{config.limiter}" with min_size = {config.min_size}'
     if needed > config.max_groups:
         return (

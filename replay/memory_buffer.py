@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -116,10 +116,10 @@ class Buffer:
             self._drop_overdue()
         outstanding = self.playing() + self.ready_counts()
         num_groups = len(self.slots) + len(self.groups)
-        evictable = len(self._free()) if c.staleness_policy == "drop" else 0
+        evictable = self._evictable()
         rooms: dict[RefusalReason, float] = {
-            "capacity": c.max_groups - num_groups + evictable,
-            "bytes": math.inf if evictable else self._room_for_bytes(),
+            "capacity": c.max_groups - num_groups + len(evictable),
+            "bytes": self._room_for_bytes(evictable),
             "window": admissible(
                 outstanding,
                 version,
@@ -136,7 +136,7 @@ class Buffer:
         n = int(min(n, *rooms.values()))
         if reason is None and evictable:
             n = int(max(1, min(n, c.max_groups - num_groups, self._room_for_bytes())))
-            reason = None if self._make_room(n) else "bytes"
+            self._make_room(n)
         if reason is not None:
             return self._refusal(reason, engine_version, num_groups, outstanding)
         slots = [Slot(uuid.uuid4().hex, PolicyVersion(version)) for _ in range(n)]
@@ -156,27 +156,35 @@ class Buffer:
             return "engine-behind"
         return next((reason for reason, room in rooms.items() if room <= 0), None)
 
-    def _room_for_bytes(self) -> float:
+    def _evictable(self) -> list[str]:
+        """Groups that can make room: those trained before, who owe nothing; under drop all."""
+        is_dropping = self.config.staleness_policy == "drop"
+        return [i for i in self._free() if is_dropping or self.groups[i].record.draws]
+
+    def _room_for_bytes(self, without: Sequence[str] = ()) -> float:
         """Groups; one being played counts as large as the largest so far."""
         if self.config.max_bytes is None:
             return math.inf
-        left = int(self.config.max_bytes) - self.num_bytes
+        freed = sum(self.groups[i].record.size for i in without)
+        left = int(self.config.max_bytes) - self.num_bytes + freed
         if self._largest:
             return left // self._largest - len(self.slots)
         return math.inf if left > 0 else 0
 
-    def _make_room(self, n: int) -> bool:
+    def _make_room(self, n: int) -> None:
         """Evict until `n` more groups fit, as far as that is possible."""
         most = self.config.max_groups - n
-        while (free := self._free()) and (
+        is_dropping = self.config.staleness_policy == "drop"
+        while (free := self._evictable()) and (
             len(self.slots) + len(self.groups) > most or self._room_for_bytes() < n
         ):
-            first = min(free, key=lambda i: (self.groups[i].evict_score, i))
-            if self.config.evict_by != "fifo":
-                score = self.groups[first].evict_score
-                self._evicted_until = max(self._evicted_until, score)
+            score = {
+                i: self.groups[i].evict_score if is_dropping else self.groups[i].place for i in free
+            }
+            first = min(free, key=lambda i: (score[i], i))
+            if is_dropping and self.config.evict_by != "fifo":
+                self._evicted_until = max(self._evicted_until, score[first])
             self._drop_group(first, "evicted")
-        return self._room_for_bytes() >= n
 
     def _refusal(
         self,
@@ -347,6 +355,7 @@ class Buffer:
             awaited=awaited[:4],
             is_limited=is_ready,
             num_stored=len(self.groups),
+            largest=self._largest,
             inserts=self.counts["inserts"],
             samples=self.counts["samples"],
             expires_in_s=self.expires_in_s(),
@@ -402,7 +411,7 @@ class Buffer:
             del self.slots[slot_id]
             self.dropped.count("lost-version")
         for slot in self.slots.values():
-            slot.ceiling = version
+            slot.ceiling = min(slot.ceiling, version)
         return len(lost_groups) + len(lost_slots)
 
     # ---- views

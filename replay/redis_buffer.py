@@ -81,6 +81,7 @@ class _DrawReply(msgspec.Struct):
     blocking_until: int | None = None
     is_limited: bool = False
     num_stored: int = 0
+    largest: int = 0
     inserts: int = 0
     samples: int = 0
     playing: list[int] = []
@@ -231,6 +232,7 @@ class RedisBuffer:
             blocking_until=reply.blocking_until,
             is_limited=reply.is_limited,
             num_stored=reply.num_stored,
+            largest=reply.largest,
             inserts=reply.inserts,
             samples=reply.samples,
             playing=_pairs(reply.playing),

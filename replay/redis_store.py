@@ -72,7 +72,11 @@ class RedisReplay:
 
                 # A caller that will not wait for the next signal asks itself.
                 granted = await (
-                    self._admitting.do(attempt, lambda r, now=now: r.version == now)
+                    self._admitting.do(
+                        attempt,
+                        was_woken=wait.waited_s > 0,
+                        would_be=lambda r, now=now: r.version == now,
+                    )
                     if waiter
                     else attempt()
                 )
@@ -118,7 +122,9 @@ class RedisReplay:
                 async def attempt() -> Leased | Shortage:
                     return await self.buffer.lease(lease_id, waiter, wait.waited_s)
 
-                leased = await (self._drawing.do(attempt) if waiter else attempt())
+                leased = await (
+                    self._drawing.do(attempt, was_woken=wait.waited_s > 0) if waiter else attempt()
+                )
                 if not isinstance(leased, Shortage):
                     has_ended = True
                     break

@@ -85,7 +85,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def oldest_version(self) -> PolicyVersion:
         """The oldest version among all trained tokens of the group."""
-        return PolicyVersion(min(t.oldest_version for t in self.trajectories))
+        return PolicyVersion(self.version_range[0])
+
+    @property
+    def version_range(self) -> tuple[int, int]:
+        """The oldest and the newest version among all trained tokens of the group."""
+        # Once for the group: numpy's calls cost more than its work here.
+        versions = np.concatenate([t.versions for t in self.trajectories])
+        return int(versions.min()), int(versions.max())
 
     @property
     def num_tokens(self) -> int:

@@ -186,7 +186,7 @@ def _write_config(home: Path, port: int, password: str) -> None:
         f'logfile "{home / "redis.log"}"',
         "daemonize no",
         "appendonly yes",
-        "appendfsync everysec",
+        "appendfsync always",
         'save ""',
         "maxmemory-policy noeviction",
     )

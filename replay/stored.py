@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from leeway.replay.bounds import newest_version, priority_of
+from leeway.replay.bounds import priority_of
 from leeway.replay.codec import decode, encode
 from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.store import Lease
@@ -60,10 +60,11 @@ class Drawn(msgspec.Struct, frozen=True):
 
 def entry_of(group: Group) -> Entry:
     """The group as the buffer stores it."""
+    oldest, newest = group.version_range
     return Entry(
         payload=encode(group),
-        oldest=group.oldest_version,
-        newest=newest_version(group),
+        oldest=oldest,
+        newest=newest,
         priority=priority_of(group),
         trajectories=[(len(t.turns), len(t.token_ids)) for t in group.trajectories],
     )

@@ -34,22 +34,31 @@ class Turns(Generic[Granted, Refused]):
     async def do(
         self,
         attempt: Callable[[], Awaitable[Granted | Refused]],
+        *,
+        was_woken: bool,
         would_be: Callable[[Refused], bool] = lambda _: True,
     ) -> Granted | Refused:
         """Try, unless another was refused, nothing was signalled or has expired since, and the
-        caller `would_be` refused for the same."""
+        caller `would_be` refused for the same. Those who were woken try one after another."""
+        if not was_woken:
+            return self._known(would_be) or await self._try(attempt)
         async with self._lock:
-            last = self._last
-            if (
-                last is not None
-                and time.monotonic() < self._until_s
-                and self._wakeups.is_last(last.signal)
-                and would_be(last)
-            ):
-                return last
-            outcome = await attempt()
-            if isinstance(outcome, self._refused):
-                self._last = outcome
-                left_s = float("inf") if outcome.expires_in_s is None else outcome.expires_in_s
-                self._until_s = time.monotonic() + left_s
-            return outcome
+            return self._known(would_be) or await self._try(attempt)
+
+    def _known(self, would_be: Callable[[Refused], bool]) -> Refused | None:
+        last = self._last
+        is_known = (
+            last is not None
+            and time.monotonic() < self._until_s
+            and self._wakeups.is_last(last.signal)
+            and would_be(last)
+        )
+        return last if is_known else None
+
+    async def _try(self, attempt: Callable[[], Awaitable[Granted | Refused]]) -> Granted | Refused:
+        outcome = await attempt()
+        if isinstance(outcome, self._refused):
+            self._last = outcome
+            left_s = float("inf") if outcome.expires_in_s is None else outcome.expires_in_s
+            self._until_s = time.monotonic() + left_s
+        return outcome

@@ -67,6 +67,8 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     """The limiter alone holds the draw back."""
     num_stored: int
     """Buffered and leased groups."""
+    largest: int
+    """Bytes of the largest group so far."""
     inserts: int
     samples: int
     expires_in_s: float | None
@@ -224,6 +226,12 @@ def describe_shortage(shortage: Shortage, config: ReplayConfig, timeout_s: float
             "rollouts"
         )
     ready = f"{config.groups_per_step - s.missing} are ready"
+    step_bytes = s.largest * config.groups_per_step
+    if config.max_bytes is not None and step_bytes > config.max_bytes:
+        return (
+            f"{start}: {ready}, and a step of groups of up to {s.largest} bytes takes "
+            f"{step_bytes}: raise max_bytes, which is {int(config.max_bytes)}"
+        )
     if is_exact:
         ready = (
             f"exact staleness wants all {config.window} groups of the window ready, "

@@ -12,15 +12,24 @@ local num_groups = S.num_slots + S.num_stored
 local window = admissible(
   outstanding, arg.version, next_version(), c.max_staleness, c.groups_per_step, c.policy)
 
--- Room in groups and in bytes; under drop, groups that are free to be drawn can make more.
-local evictable = c.policy == 'drop' and num_ready() or 0
+-- Room in groups and in bytes. Groups that were trained owe nothing, so they can make more; under
+-- drop all can that are free to be drawn.
+local evictable = c.policy == 'drop' and num_ready() or call('ZCARD', key.again)
 local function room_for_bytes(num_bytes)
   if not c.max_bytes then return math.huge end
   local left = c.max_bytes - num_bytes
   return S.largest > 0 and math.floor(left / S.largest) - S.num_slots or (left > 0 and math.huge or 0)
 end
 local capacity = c.max_groups - num_groups + evictable
-local bytes = evictable > 0 and math.huge or room_for_bytes(S.num_bytes)
+local bytes = room_for_bytes(S.num_bytes)
+if evictable > 0 and bytes < #arg.slot_ids then
+  local kept = S.leased_bytes
+  if c.policy ~= 'drop' then
+    kept = S.num_bytes
+    for _, id in ipairs(call('ZRANGE', key.again, 0, -1)) do kept = kept - record(id)[SIZE] end
+  end
+  bytes = room_for_bytes(kept)
+end
 local limit = limiter_room(c.limiter, num_groups, S.inserts + S.num_slots, S.samples)
 
 local reason
@@ -40,7 +49,9 @@ end
 
 local function evict_one()
   local first
-  if evicts then
+  if c.policy ~= 'drop' then
+    first = call('ZRANGE', key.again, 0, 0)
+  elseif evicts then
     first = call('ZRANGE', key.evict, 0, 0, 'WITHSCORES')
     S.evicted_at = math.max(S.evicted_at, tonumber(first[2]))
   else
@@ -55,11 +66,12 @@ local n = math.min(#arg.slot_ids, window, capacity, bytes, limit)
 if not reason and evictable > 0 then
   -- Room is made for one group at a time: n is what fits without, but one at least.
   n = math.max(1, math.min(n, c.max_groups - num_groups, room_for_bytes(S.num_bytes)))
-  while num_ready() > 0
+  local free = evictable
+  while free > 0
     and (S.num_slots + S.num_stored + n > c.max_groups or room_for_bytes(S.num_bytes) < n) do
     evict_one()
+    free = free - 1
   end
-  if room_for_bytes(S.num_bytes) < n then reason = 'bytes' end
 end
 
 if reason then

@@ -8,7 +8,7 @@ if redis.replicate_commands then redis.replicate_commands() end
 
 local call = redis.call
 
-local LAYOUT = 2                   -- of the keys and of what they hold
+local LAYOUT = 3                   -- of the keys and of what they hold
 local REMEMBERED_MS = 3600 * 1000  -- how long a repeated add or acknowledge is recognised
 
 -- Fields of a stored group's record, an array. The shape is text, since hardly anybody reads it:
@@ -22,7 +22,7 @@ if type(packed_state) == 'string' then
 elseif packed_state == false then
   S = {
     layout = LAYOUT, room_signal = '0-0', data_signal = '0-0', now = 0, ahead = 0, paused = false, learner_version = 0, ramp_version = 0,
-    sequence = 0, virtual = 0, evicted_at = 0, num_bytes = 0, largest = 0,
+    sequence = 0, virtual = 0, evicted_at = 0, num_bytes = 0, leased_bytes = 0, largest = 0,
     num_slots = 0, num_stored = 0, num_leases = 0, playing = {}, ready = {}, leased = {},
     inserts = 0, samples = 0, num_admitted = 0, num_added = 0, num_drawn = 0, num_trained = 0,
     num_slots_expired = 0, num_leases_expired = 0,
@@ -40,16 +40,17 @@ local c = S.config and cjson.decode(S.config) or {
   policy = 'pace', max_staleness = 0, draw_by = 'fifo', evict_by = 'fifo', max_draws = 1,
   max_returns = 0}
 
+local function save() call('SET', key.state, cmsgpack.pack(S)) end
+
 local clock = call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000) + S.ahead
 -- The server's clock may be set back; deadlines must not move away with it.
 if now < S.now then
   S.ahead = S.ahead + S.now - now
   now = S.now
+  save()
 end
 S.now = now
-
-local function save() call('SET', key.state, cmsgpack.pack(S)) end
 
 -- Whoever is refused waits for a signal after the last one.
 local function wake(stream)
@@ -210,6 +211,7 @@ local function return_lease(lease_id)
   for _, id in ipairs(lease.ids) do
     local group = record(id)
     group[RETURNS] = group[RETURNS] + 1
+    S.leased_bytes = S.leased_bytes - group[SIZE]
     if group[DRAWS] == 0 then
       count(S.leased, group[VERSION], -1)
       count(S.ready, group[VERSION], 1)
@@ -261,8 +263,7 @@ end
 
 -- The wait of `waiter` is over, which had waited `waited_ms` before this call.
 local function end_wait(side)
-  if not arg.waited_ms then return end
-  call('HDEL', key.waits, arg.waiter)
+  if not arg.waited_ms or call('HDEL', key.waits, arg.waiter) == 0 then return end
   local name = side == 'learner' and 'wait_data_ms' or 'wait_room_ms'
   S[name] = S[name] + arg.waited_ms
 end

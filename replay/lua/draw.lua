@@ -44,6 +44,7 @@ if missing > 0 or blocking_until or is_limited then
     blocking_until = blocking_until,
     is_limited = is_limited,
     num_stored = S.num_stored,
+    largest = S.largest,
     inserts = S.inserts,
     samples = S.samples,
     playing = flat(S.playing),
@@ -75,6 +76,7 @@ end
 take(ids)
 for _, packed in ipairs(call('HMGET', key.groups, unpack(ids))) do
   local group = cmsgpack.unpack(packed)
+  S.leased_bytes = S.leased_bytes + group[SIZE]
   if group[DRAWS] == 0 then
     count(S.ready, group[VERSION], -1)
     count(S.leased, group[VERSION], 1)

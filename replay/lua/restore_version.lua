@@ -19,7 +19,7 @@ for _, id in ipairs(call('ZRANGE', key.slots, 0, -1)) do
     num_dropped = num_dropped + 1
   else
     -- Still being played, perhaps by an engine that holds a lost version: add.lua looks at it.
-    slot.ceiling = arg.version
+    slot.ceiling = math.min(slot.ceiling or arg.version, arg.version)
     call('HSET', key.slot, id, cmsgpack.pack(slot))
   end
 end

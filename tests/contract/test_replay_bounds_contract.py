@@ -253,6 +253,34 @@ async def test_eviction_makes_room_in_bytes(build_replay):
     assert stats.dropped["evicted"] == 6 - stats.num_ready
 
 
+async def test_what_was_trained_makes_room_for_what_was_not(build_replay):
+    replay = build_replay(max_draws=2, max_staleness=4, max_groups=2)
+    await put(replay), await put(replay)
+    await train(replay)
+    slots = [await put(replay, 1), await put(replay, 1)]
+    assert sorted(await replay.group_ids()) == sorted(slot.slot_id for slot in slots)
+    assert (await replay.stats()).dropped == {}
+
+
+async def test_nothing_is_evicted_where_it_would_not_make_room(build_replay):
+    replay = build_replay(staleness_policy="drop", max_bytes=2000)
+    slots = await replay.admit(9, v(0), SOON_S)
+    await replay.add(slots[0], build_group(slots[0]))
+    with pytest.raises(WaitTimeout, match="bytes"):
+        await replay.admit(1, v(0), SOON_S)
+    assert (await replay.stats()).dropped == {}
+
+
+async def test_a_draw_that_no_budget_can_hold_says_so(build_replay):
+    replay = build_replay(staleness_policy="drop", groups_per_step=3, max_bytes=1000)
+    for _ in range(6):
+        await put(replay)
+    with pytest.raises(
+        WaitTimeout, match=r"a step of groups of up to \d+ bytes .* raise max_bytes"
+    ):
+        await replay.draw(SOON_S)
+
+
 async def test_leased_groups_are_never_evicted(build_replay):
     replay = build_replay(staleness_policy="drop", max_groups=2)
     await put(replay), await put(replay)

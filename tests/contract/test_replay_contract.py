@@ -750,6 +750,15 @@ async def test_slot_held_across_a_restore_may_not_bring_lost_tokens(build_replay
     assert (stats.num_ready, stats.num_slots, stats.dropped) == (1, 0, {"lost-version": 1})
 
 
+async def test_a_second_restore_does_not_bring_lost_versions_back(build_replay):
+    replay = build_replay(max_staleness=3)
+    slot = (await replay.admit(1, v(0), SOON_S))[0]
+    await replay.restore_version(v(1))
+    await replay.restore_version(v(3))
+    await replay.add(slot, build_group(slot, version=2))
+    assert (await replay.stats()).dropped == {"lost-version": 1}
+
+
 async def test_stats_count_waiting_of_workers_and_of_the_learner(build_replay):
     replay = build_replay()
     await replay.admit(4, v(0), SOON_S)

@@ -91,6 +91,28 @@ def test_without_a_limiter_nothing_is_held_back():
             "only when 9 groups exist, and the version window .* = 8",
         ),
         (
+            {
+                "staleness_policy": "exact",
+                "groups_per_step": 2,
+                "max_staleness": 1,
+                "limiter": "queue",
+                "queue_size": 2,
+            },
+            'lets 2 groups wait, and staleness_policy = "exact" draws only when .* = 4 do',
+        ),
+        (
+            {
+                "groups_per_step": 2,
+                "max_staleness": 1,
+                "max_draws": 2,
+                "limiter": "sample-to-insert",
+                "samples_per_insert": 1.5,
+                "min_size": 4,
+                "error_buffer": 1.75,
+            },
+            "only when 5 groups exist, and the version window .* = 4",
+        ),
+        (
             {"staleness_policy": "exact", "draw_by": "lifo"},
             'it needs draw_by = "fifo" and max_draws = 1',
         ),

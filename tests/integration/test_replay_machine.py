@@ -1,0 +1,349 @@
+"""Random calls to each store, beside a model of a few dicts that knows what must be true."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import redis
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from leeway.replay.codec import encode
+from leeway.replay.config import ReplayConfig
+from leeway.replay.errors import LeaseExpired, SlotExpired, WaitTimeout
+from leeway.replay.memory_store import MemoryReplay
+from leeway.replay.redis_store import RedisReplay
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.server import EmbeddedRedis
+from leeway.replay.store import Replay, Slot
+from leeway.replay.synthetic import build_group
+from tests.chaos.replay_ledger import (
+    LEASE_S,
+    SLOT_S,
+    Model,
+    Played,
+    Stored,
+    Trained,
+    configs,
+    scripts_on_our_clock,
+    set_clock,
+)
+
+T = TypeVar("T")
+
+RUN_OF_CALLS = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.generate],  # a shorter example would take longer than a test may
+)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Calls to MemoryReplay on a clock of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.model: Model
+        self.replay: Replay
+
+    def open(self) -> Replay:
+        return MemoryReplay(self.model.config, clock=lambda: self.model.now_s)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(asyncio.wait_for(coroutine, 20))
+
+    @initialize(config=configs())
+    def begin(self, config: ReplayConfig) -> None:
+        self.model = Model(config)
+        self.replay = self.open()
+
+    @rule(n=st.integers(1, 5), lag=st.sampled_from([0, 0, 0, 1, 2, -1]))
+    def admit(self, n: int, lag: int) -> None:
+        lag = max(lag, 0) if not self.model.leases else lag  # ahead while a step is on its way
+        self.try_to_admit(n, max(0, self.model.learner - lag))
+
+    def try_to_admit(self, n: int, version: int) -> str:
+        """Why nothing was admitted, "" if something was."""
+        m, words, slots = self.model, "", list[Slot]()
+        if m.config.staleness_policy == "drop":
+            m.drop_overdue()
+        num_before = len(m.slots) + len(m.groups)
+        try:
+            slots = self.call(self.replay.admit(n, PolicyVersion(version), 0))
+            assert 1 <= len(slots) <= n
+        except WaitTimeout as refusal:
+            words = str(refusal)
+        evicted = [i for i in m.free() if i not in self.call(self.replay.group_ids())]
+        # Other policies let go only what was trained before. Nothing is let go in vain.
+        may_go = [i for i in evicted if m.groups[i].draws]
+        assert m.config.staleness_policy == "drop" or may_go == evicted
+        m.forget(evicted, "evicted")
+        if evicted:
+            is_full = num_before + len(slots) > m.config.max_groups
+            assert slots and (is_full or m.config.max_bytes)
+        for slot in slots:
+            m.slots[slot.slot_id] = Played(slot, m.now_s + SLOT_S)
+        m.num["admitted"] += len(slots)
+        if slots:
+            m.check_window(version)
+        return words
+
+    @precondition(lambda self: self.model.slots)
+    @rule(
+        pick=st.integers(0, 99),
+        newer=st.integers(0, 1),
+        num_tokens=st.integers(8, 160),
+        times=st.integers(1, 2),
+    )
+    def add(self, pick: int, newer: int, num_tokens: int, times: int) -> None:
+        m = self.model
+        held = list(m.slots.values())[pick % len(m.slots)]
+        newest = held.slot.version + (newer if m.config.staleness_policy != "exact" else 0)
+        group = build_group(held.slot, newest, num_tokens=num_tokens, seed=pick)
+        for _ in range(times):
+            self.call(self.replay.add(held.slot, group))
+        m.end_slot(held.slot.slot_id)
+        m.added.add(held.slot.slot_id)
+        if newest > held.ceiling:
+            m.dropped["lost-version"] += 1
+            return
+        m.num["added"] += 1
+        version = newest if m.config.staleness_policy == "drop" else held.slot.version
+        m.groups[held.slot.slot_id] = Stored(version, newest, len(encode(group)))
+
+    @precondition(lambda self: self.model.past_slots)
+    @rule(pick=st.integers(0, 99))
+    def add_to_a_slot_that_is_over(self, pick: int) -> None:
+        slot = self.model.past_slots[pick % len(self.model.past_slots)]
+        if slot.slot_id in self.model.added:
+            self.call(self.replay.add(slot, build_group(slot)))
+        else:
+            with pytest.raises(SlotExpired):
+                self.call(self.replay.add(slot, build_group(slot)))
+
+    @precondition(lambda self: self.model.slots)
+    @rule(pick=st.integers(0, 99), times=st.integers(1, 2))
+    def drop(self, pick: int, times: int) -> None:
+        slot_id = list(self.model.slots)[pick % len(self.model.slots)]
+        held = self.model.end_slot(slot_id)
+        self.model.dropped["test"] += 1
+        for _ in range(times):
+            self.call(self.replay.drop(held.slot, "test"))
+
+    @rule()
+    def draw(self) -> None:
+        self.try_to_draw()
+
+    def try_to_draw(self) -> str:
+        """Why nothing was drawn, "" if a step was."""
+        m, c = self.model, self.model.config
+        m.drop_overdue()
+        free = m.free()
+        try:
+            lease = self.call(self.replay.draw(0))
+        except WaitTimeout as shortage:
+            wanted = c.window if c.staleness_policy == "exact" else c.groups_per_step
+            is_awaited = bool(m.slots) and c.staleness_policy != "drop"
+            assert len(free) < wanted or is_awaited or c.limiter != "none", shortage
+            return str(shortage)
+        assert lease.version == m.next_version
+        held = Trained(lease, m.now_s + LEASE_S)
+        assert len(set(held.ids)) == c.groups_per_step
+        assert set(held.ids) <= set(free), "a group is under one lease at most"
+        assert all(lease.version - g.oldest_version <= c.max_staleness for g in lease.groups)
+        m.leases[lease.lease_id] = held
+        m.num["drawn"] += c.groups_per_step
+        return ""
+
+    @precondition(lambda self: self.model.leases)
+    @rule(pick=st.sampled_from([0, 0, 0, 0, 1]), times=st.integers(1, 2))
+    def acknowledge(self, pick: int, times: int) -> None:
+        held = list(self.model.leases.values())[pick % len(self.model.leases)]
+        version = PolicyVersion(self.model.learner + 1)
+        for _ in range(times):
+            self.call(self.replay.acknowledge(held.lease, version))
+        self.model.acknowledge(held.lease.lease_id, version)
+
+    @precondition(lambda self: self.model.past_leases)
+    @rule(pick=st.integers(0, 99))
+    def acknowledge_a_lease_that_is_over(self, pick: int) -> None:
+        lease = self.model.past_leases[pick % len(self.model.past_leases)]
+        acknowledging = self.replay.acknowledge(lease, PolicyVersion(self.model.learner + 1))
+        if lease.lease_id in self.model.acknowledged:
+            self.call(acknowledging)
+        else:
+            with pytest.raises(LeaseExpired):
+                self.call(acknowledging)
+
+    @precondition(lambda self: self.model.leases)
+    @rule(pick=st.sampled_from([-1, -1, -1, 0]), times=st.integers(1, 2))
+    def release(self, pick: int, times: int) -> None:
+        held = list(self.model.leases.values())[pick]
+        for _ in range(times):
+            self.call(self.replay.release(held.lease))
+        self.model.return_lease(held.lease.lease_id)
+
+    @rule(priorities=st.lists(st.floats(0, 9), max_size=4))
+    def update_priorities(self, priorities: list[float]) -> None:
+        named = dict(zip([*self.model.groups, "unknown"], priorities, strict=False))
+        found = self.call(self.replay.update_priorities(named))
+        assert found == len(named.keys() & self.model.groups.keys())
+
+    @rule(back=st.integers(-1, 2), is_meant=st.booleans())
+    def restore_version(self, back: int, is_meant: bool) -> None:
+        if is_meant:
+            version = max(0, self.model.learner - back)
+            dropped = self.call(self.replay.restore_version(PolicyVersion(version)))
+            assert dropped == self.model.restore(version)
+
+    @rule(quarters=st.sampled_from([1, 1, 2, 4, 13]))
+    def let_time_pass(self, quarters: int) -> None:
+        self.model.let_time_pass(quarters / 4)
+        self.show_time()
+
+    def show_time(self) -> None:
+        """The store sees the model's time at once."""
+
+    @invariant()
+    def counters_agree_and_nothing_acknowledged_is_lost(self) -> None:
+        m, stats = self.model, self.call(self.replay.stats())
+        assert set(self.call(self.replay.group_ids())) == set(m.groups)
+        free = m.free()
+        assert (stats.num_ready, stats.num_leased) == (len(free), len(m.groups) - len(free))
+        assert stats.num_bytes == sum(group.size for group in m.groups.values())
+        assert {held.id for held in stats.slots} == set(m.slots) and stats.num_slots == len(m.slots)
+        assert {held.id for held in stats.leases} == set(m.leases)
+        untrained = [group.version for group in m.groups.values() if group.draws == 0]
+        playing = [held.slot.version for held in m.slots.values()]
+        assert stats.outstanding == Counter(untrained + playing)
+        assert stats.learner_version == m.learner
+        assert stats.dropped == +m.dropped
+        names = ("admitted", "added", "drawn", "trained", "slots_expired", "leases_expired")
+        assert [getattr(stats, f"num_{name}") for name in names] == [m.num[name] for name in names]
+        assert all(n <= m.config.max_draws for n in m.num_trained_of.values())
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is None:
+                self.steps_go_on_when_everyone_does_its_part()
+                self.nothing_is_left_when_everything_is_drained()
+        finally:
+            if hasattr(self, "replay"):
+                self.call(self.replay.close())
+            self.runner.close()
+
+    def steps_go_on_when_everyone_does_its_part(self) -> None:
+        """Workers add what they play and the learner trains; a limit that forbids it is named."""
+        num_steps, words = 0, list[str]()
+        while num_steps < 3 and len(words) < 9:
+            self.hand_in_everything()
+            refusal = self.try_to_admit(9, self.model.learner)
+            self.hand_in_everything()
+            shortage = self.try_to_draw()
+            num_steps += not shortage
+            # More than once may be: a draw that finds groups overdue makes room by dropping them.
+            words = [*words, f"{refusal}; {shortage}"] if shortage else []
+        assert num_steps == 3 or "raise max_bytes" in words[-1], f"both sides wait: {words[-1]}"
+
+    def hand_in_everything(self) -> None:
+        while self.model.slots:
+            self.add(pick=0, newer=0, num_tokens=40, times=1)
+        while self.model.leases:
+            self.acknowledge(pick=0, times=1)
+
+    def nothing_is_left_when_everything_is_drained(self) -> None:
+        self.let_time_pass(quarters=13)
+        beyond = PolicyVersion(self.model.learner + 9)
+        assert self.call(self.replay.restore_version(beyond)) == self.model.restore(beyond)
+        assert self.try_to_draw()
+        self.counters_agree_and_nothing_acknowledged_is_lost()
+        assert not self.model.groups and not self.model.slots and not self.model.leases
+
+
+class RedisMachine(MemoryMachine):
+    """The same calls to RedisReplay, whose server is started again now and then."""
+
+    servers: ClassVar[list[EmbeddedRedis]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admin: Any = redis.Redis.from_url(self.servers[-1].url)
+        self.run_name = f"test-{uuid.uuid4().hex}"
+        self.num_restarts = 0
+
+    def open(self) -> Replay:
+        set_clock(self.admin, self.model.now_s)
+        return RedisReplay(self.servers[-1].url, self.run_name, self.model.config)
+
+    @precondition(lambda self: self.num_restarts < 2)
+    @rule(what=st.sampled_from(["store", "store", "server"]))
+    def restart(self, what: str) -> None:
+        self.num_restarts += 1
+        self.call(self.replay.close())
+        if what == "server":
+            self.servers[-1].stop()
+            self.servers.append(EmbeddedRedis.start(self.servers[-1].directory))
+        self.replay = self.open()
+
+    def show_time(self) -> None:
+        set_clock(self.admin, self.model.now_s)
+
+    @invariant()
+    def keys_agree(self) -> None:
+        """The sums in the state against the data they sum."""
+        m, db, prefix = self.model, self.admin, f"leeway:{{{self.run_name}}}:"
+        assert isinstance(self.replay, RedisReplay)
+        records = self.call(self.replay.buffer.records())
+        stored = {i: db.strlen(f"{prefix}payload:{i}") for i in records}
+        assert stored == {i: record.size for i, record in records.items()}
+        facts = {i: (g.version, g.size, g.draws, g.returns) for i, g in m.groups.items()}
+        assert facts == {i: (r.version, r.size, r.draws, r.returns) for i, r in records.items()}
+        for key in db.scan_iter(f"{prefix}payload:*"):
+            is_stored = key.decode().removeprefix(f"{prefix}payload:") in records
+            assert (db.ttl(key) == -1) == is_stored, "what no record knows expires by itself"
+        c, num_free = m.config, len(m.free())
+        has_pick = c.draw_by != "fifo" or c.max_draws > 1
+        has_evict = c.staleness_policy == "drop" and c.evict_by != "fifo"
+        sizes = [db.zcard(f"{prefix}{name}") for name in ("pick", "evict", "slots", "leases")]
+        assert sizes == [num_free * has_pick, num_free * has_evict, len(m.slots), len(m.leases)]
+        assert db.zcard(f"{prefix}ready") + db.zcard(f"{prefix}again") == num_free
+        num_held = [db.hlen(f"{prefix}{name}") for name in ("slot", "lease")]
+        assert num_held == [len(m.slots), len(m.leases)]
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.admin.flushdb()
+        self.admin.close()
+
+
+def test_memory_keeps_every_rule_under_random_calls():
+    run_state_machine_as_test(MemoryMachine, settings=RUN_OF_CALLS)
+
+
+def test_redis_keeps_every_rule_under_random_calls_and_restarts(tmp_path: Path):
+    with scripts_on_our_clock(), EmbeddedRedis.start(tmp_path) as server:
+        RedisMachine.servers = [server]
+        try:
+            run_state_machine_as_test(RedisMachine, settings=RUN_OF_CALLS)
+        finally:
+            RedisMachine.servers[-1].stop()
