@@ -204,13 +204,15 @@ async def _store_groups(buffer: OpenBuffer, reader: ArchiveReader) -> Imported:
                 skipped["lost-version"] += 1
             elif group.version + buffer.config.max_staleness < learner_version:
                 skipped["overdue"] += 1
-            elif group.group_id not in stored and await shard.put_back(
-                group.group_id, group.record, group.payload
-            ):
-                stored.add(group.group_id)
-                num_groups += 1
-            else:
+            elif group.group_id in stored:
                 skipped["stored"] += 1
+            else:
+                outcome = await shard.put_back(group.group_id, group.record, group.payload)
+                if outcome == "added":
+                    stored.add(group.group_id)
+                    num_groups += 1
+                else:
+                    skipped["stored" if outcome == "held" else "trained"] += 1
     except CodecError as error:
         fault = error
     return Imported(num_groups, dict(skipped), learner_version, is_version_taken, fault)

@@ -14,11 +14,15 @@ class Batches(Generic[Item, Result]):
     """Gathers what is called in one turn of the loop, and hands it to `run` in one list."""
 
     def __init__(
-        self, run: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]], max_bytes: int
+        self,
+        run: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+        max_bytes: int,
+        max_items: int,
     ) -> None:
-        """`run` gives one result an item; a batch ends when its items have `max_bytes`."""
+        """`run` gives one result an item; a batch ends with `max_bytes` or `max_items` of them."""
         self._run = run
         self._max_bytes = max_bytes
+        self._max_items = max_items
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._num_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -31,7 +35,7 @@ class Batches(Generic[Item, Result]):
             loop.call_soon(self._flush)
         self._waiting.append((item, future))
         self._num_bytes += num_bytes
-        if self._num_bytes >= self._max_bytes:
+        if self._num_bytes >= self._max_bytes or len(self._waiting) >= self._max_items:
             self._flush()
         return await future
 

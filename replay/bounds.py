@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import DataError, StalenessViolation
@@ -43,6 +44,27 @@ def priority_of(group: Group) -> float:
     rewards = [trajectory.reward for trajectory in group.trajectories]
     mean = sum(rewards) / len(rewards)
     return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+
+
+MAX_SLOTS = 1000
+"""Slots of one admission."""
+
+
+def checked_number(n: int) -> int:
+    """Slots to ask for. Raises DataError below 1."""
+    if n < 1:
+        raise DataError(f"admit wants n of at least 1, not {n}")
+    return min(n, MAX_SLOTS)
+
+
+def check_priorities(priorities: Mapping[str, float]) -> None:
+    """Raise DataError for a number that is not finite or below 0."""
+    for group_id, priority in priorities.items():
+        if not (math.isfinite(priority) and priority >= 0):
+            raise DataError(
+                f"the priority of group {group_id} is {priority}; it must be a finite number of at "
+                "least 0"
+            )
 
 
 def check_staleness(lease: Lease, config: ReplayConfig) -> None:

@@ -83,4 +83,5 @@ def _link(
     # Somebody who holds something works; else who waits for the first side waits for nobody.
     other = {"rollout": "rollout", "learner": "learner"}.get(awaited)
     is_stuck = longest is None and any(wait.side == other for wait in stats.waits)
-    return WaitLink(side, reason, len(waits), since_s, "nobody" if is_stuck else awaited, longest)
+    num_waiting = sum(wait.num for wait in waits)
+    return WaitLink(side, reason, num_waiting, since_s, "nobody" if is_stuck else awaited, longest)

@@ -43,7 +43,7 @@ class ReplayConfig(FrozenModel):
     evict_by: Selector = "fifo"
     """Under drop, which groups make room when max_groups or max_bytes is reached; prioritised:
     lowest priority first."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**53)
     """Of uniform and prioritised."""
     limiter: Literal["none", "min-size", "sample-to-insert", "queue"] = "none"
     """Holds rollouts and learner together, as Reverb's of these names. min-size: draws begin when

@@ -20,7 +20,7 @@ from leeway.replay.limiter import limiter_of
 from leeway.replay.memory_counts import Dropped
 from leeway.replay.schedule import admissible, drawable, is_engine_behind
 from leeway.replay.schema import PolicyVersion
-from leeway.replay.selection import ARRIVALS, draw_score, evict_score
+from leeway.replay.selection import ARRIVALS, draw_score, evict_score, rescaled
 from leeway.replay.store import Held, RefusalReason, ReplayStats, Slot, Waiting
 from leeway.replay.stored import Drawn, Entry, StoredGroup
 from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
@@ -251,10 +251,19 @@ class Buffer:
         self.reclaim()
         stored = [group_id for group_id in priorities if group_id in self.groups]
         for group_id in stored:
-            self._change(group_id, priority=priorities[group_id])
-            if self.groups[group_id].lease_id is None:
-                self._put(group_id)
+            self._prioritise(group_id, priorities[group_id])
         return len(stored)
+
+    def _prioritise(self, group_id: str, priority: float) -> None:
+        stored, c = self.groups[group_id], self.config
+        if c.draw_by == "prioritised":
+            change = (stored.record.priority, priority, self._drawn_until)
+            stored.draw_score = rescaled(stored.draw_score, *change)
+        self._change(group_id, priority=priority)
+        if c.evict_by == "prioritised":
+            record = stored.record
+            of_group = (record.version, record.arrival, priority)
+            stored.evict_score = evict_score(c.evict_by, *of_group, 0.0, c.seed, 0)
 
     def _put(self, group_id: str) -> None:
         """Rank a group that is free to be drawn."""
@@ -383,16 +392,20 @@ class Buffer:
                 del self.groups[group_id]
         return "ok"
 
-    def return_lease(self, lease_id: str) -> None:
-        """Put the lease's groups back; those that came back too often are dropped."""
+    def return_lease(self, lease_id: str, counts: bool = True) -> None:
+        """Put the lease's groups back; those that came back too often are dropped. `counts`:
+        whether this counts."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
         self.counts["samples"] -= len(lease.ids)
         self.seconds["train"] += self._clock() - lease.since_s
         for group_id in lease.ids:
-            self._change(group_id, returns=self.groups[group_id].record.returns + 1)
-            if self.groups[group_id].record.returns > self.config.max_returns:
+            self._change(group_id, returns=self.groups[group_id].record.returns + counts)
+            record = self.groups[group_id].record
+            if record.draws and record.draws >= self.config.max_draws:
+                del self.groups[group_id]
+            elif self.groups[group_id].record.returns > self.config.max_returns:
                 self._drop_group(group_id, "returned")
             else:
                 self._put(group_id)

@@ -13,7 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Literal
 
-from leeway.replay.bounds import check_fills, check_staleness
+from leeway.replay.bounds import (
+    check_fills,
+    check_priorities,
+    check_staleness,
+    checked_number,
+)
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import WaitTimeout
 from leeway.replay.memory_buffer import Buffer
@@ -47,6 +52,7 @@ class MemoryReplay:
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
         """See Replay. A version source must not call this buffer: it is asked under its lock."""
+        n = checked_number(n)
         wait, waiter = Wait(timeout_s), uuid.uuid4().hex
         was_open = False
         async with self._changed:
@@ -105,13 +111,21 @@ class MemoryReplay:
 
     async def release(self, lease: Lease) -> None:
         """See Replay."""
+        await self._return(lease, counts=True)
+
+    async def withdraw(self, lease: Lease) -> None:
+        """Hand the groups back as if they had not been drawn."""
+        await self._return(lease, counts=False)
+
+    async def _return(self, lease: Lease, counts: bool) -> None:
         async with self._changed:
             self._buffer.reclaim()
-            self._buffer.return_lease(lease.lease_id)
+            self._buffer.return_lease(lease.lease_id, counts)
             self._changed.notify_all()
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:
         """See Replay."""
+        check_priorities(priorities)
         async with self._changed:
             return self._buffer.update_priorities(priorities)
 

@@ -42,6 +42,9 @@ INFINITE: Final = 1e308
 MAX_BATCH_BYTES: Final = 2**20
 """Payloads of one script that adds groups; more would hold the server up."""
 
+MAX_BATCH: Final = 256
+"""Groups of one such script."""
+
 ORPHAN_MS: Final = 60_000
 """How long a payload lives whose script never came."""
 
@@ -128,27 +131,22 @@ class RedisBuffer:
         self.prefix = replay_prefix(run, shard)
         self._scripts = ScriptSet(link, self.prefix, PRELUDE)
         self._config = _for_scripts(config)
-        self._adding = Batches(self._add_all, MAX_BATCH_BYTES)
+        self._adding = Batches(self._add_all, MAX_BATCH_BYTES, MAX_BATCH)
         self._orphan_ms = int(config.slot_timeout_s * 1000) + ORPHAN_MS
 
     async def admit(
         self,
         slot_ids: Sequence[str],
         version: PolicyVersion | None,
-        waiter: str | None = None,
-        waited_s: float = 0.0,
+        callers: Mapping[str, Any] | None = None,
     ) -> list[Slot] | Refusal:
-        """Between 1 and all of the slots.
-
-        If refused, it is noted that `waiter` waits; else that it has waited `waited_s`.
-        """
+        """Between 1 and all of the slots. `callers` is a report of callers.py, to be noted."""
         reply = await self._run(
             "admit",
             _AdmitReply,
             slot_ids=slot_ids,
             version=NO_ENGINE if version is None else version,
-            waiter=waiter,
-            waited_ms=1000 * waited_s or None,
+            callers=callers,
         )
         if version is not None and reply.granted:
             return [Slot(slot_id, version) for slot_id in reply.granted]
@@ -198,7 +196,7 @@ class RedisBuffer:
 
     async def drop(self, slot_id: str, reason: str) -> None:
         """Give a slot back unfilled."""
-        await self._call("drop", id=slot_id, reason=reason)
+        await self._call("drop", id=slot_id, reason=reason, config=None)
 
     async def draw(self, lease_id: str) -> Drawn | Shortage:
         """Lease one step's groups and read them."""
@@ -214,15 +212,14 @@ class RedisBuffer:
         return Drawn(leased.version, leased.ramp_version, leased.ids, payloads)
 
     async def lease(
-        self, lease_id: str, waiter: str | None = None, waited_s: float = 0.0
+        self, lease_id: str, callers: Mapping[str, Any] | None = None
     ) -> Leased | Shortage:
-        """Lease one step's groups; `waiter` as in admit."""
+        """Lease one step's groups; `callers` as in admit."""
         reply = await self._run(
             "draw",
             _DrawReply,
             lease_id=lease_id,
-            waiter=waiter,
-            waited_ms=1000 * waited_s or None,
+            callers=callers,
         )
         if reply.ids:
             return Leased(lease_id, reply.version, reply.ramp_version, reply.ids)
@@ -246,9 +243,9 @@ class RedisBuffer:
         reply: bytes = await self._call("acknowledge", lease_id=lease_id, version=version)
         return "ok" if reply == b"ok" else "expired"
 
-    async def release(self, lease_id: str) -> None:
-        """Hand the lease's groups back."""
-        await self._call("release", lease_id=lease_id)
+    async def release(self, lease_id: str, counts: bool = True) -> None:
+        """Hand the lease's groups back; whether that counts against max_returns."""
+        await self._call("release", lease_id=lease_id, counts=counts, config=None)
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:
         """How many of the groups are stored."""
@@ -258,6 +255,7 @@ class RedisBuffer:
             "update_priorities",
             ids=list(priorities),
             priorities=list(priorities.values()),
+            config=None,
         )
 
     async def restore_version(self, version: int) -> int:
@@ -266,13 +264,11 @@ class RedisBuffer:
 
     async def pause(self, paused: bool) -> None:
         """Stop or resume granting slots."""
-        await self._call("pause", paused=paused)
+        await self._call("pause", paused=paused, config=None)
 
-    async def end_wait(
-        self, waiter: str, side: Literal["rollout", "learner"], waited_s: float
-    ) -> None:
-        """A caller gave up waiting."""
-        await self._call("waited", waiter=waiter, side=side, waited_ms=waited_s * 1000)
+    async def end_wait(self, callers: Mapping[str, Any]) -> None:
+        """A caller gave up waiting; the report is of those that are left."""
+        await self._call("waited", callers=callers, config=None)
 
     async def stats(self) -> ReplayStats:
         """A snapshot, by one script."""
@@ -299,8 +295,11 @@ class RedisBuffer:
             for payload in await self._link.execute(*gets):
                 yield payload
 
-    async def put_back(self, group_id: str, record: StoredGroup, payload: bytes) -> bool:
-        """Store a group that was taken out of a buffer; False if one of its id is stored.
+    async def put_back(
+        self, group_id: str, record: StoredGroup, payload: bytes
+    ) -> Literal["added", "held", "trained"]:
+        """Store a group that was taken out of a buffer, unless one of its id is held or it was
+        trained as often as today's limits allow.
 
         Raises StoreError if Redis took no payload.
         """
@@ -318,7 +317,7 @@ class RedisBuffer:
         )
         if reply == b"no-payload":
             raise StoreError(f"Redis took no payload for group {group_id}")
-        return reply == b"added"
+        return "added" if reply == b"added" else "trained" if reply == b"trained" else "held"
 
     async def _run(self, name: str, type: type[T], **arguments: object) -> T:
         packed: bytes = await self._call(name, (), **arguments)

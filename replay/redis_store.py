@@ -10,14 +10,22 @@ process's configuration.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping
-from typing import Final, Literal
+from contextlib import suppress
+from typing import Final
 
-from leeway.replay.bounds import check_fills, check_staleness
+from leeway.replay.bounds import (
+    check_fills,
+    check_priorities,
+    check_staleness,
+    checked_number,
+)
+from leeway.replay.callers import Callers
 from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Link
-from leeway.replay.errors import WaitTimeout
+from leeway.replay.errors import StoreError, WaitTimeout
 from leeway.replay.redis_buffer import RedisBuffer
 from leeway.replay.schema import Group, GroupId, PolicyVersion
 from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource
@@ -50,6 +58,7 @@ class RedisReplay:
         self.config = config
         self._link = Link(url, retry_s)
         self.buffer = RedisBuffer(self._link, run, config, shard)
+        self._rollouts, self._learners = Callers("rollout"), Callers("learner")
         self._room = Wakeups(self._link, f"{self.buffer.prefix}room")
         self._data = Wakeups(self._link, f"{self.buffer.prefix}data")
         self._admitting: Turns[list[Slot], Refusal] = Turns(self._room, Refusal)
@@ -59,16 +68,15 @@ class RedisReplay:
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
         """See Replay. The slot ids are made here, so a repeated request is granted once."""
-        slot_ids = [uuid.uuid4().hex for _ in range(n)]
-        wait = Wait(timeout_s)
-        waiter = slot_ids[0] if timeout_s > 0 else None
-        was_open = has_ended = False
+        slot_ids = [uuid.uuid4().hex for _ in range(checked_number(n))]
+        wait, callers = Wait(timeout_s), self._rollouts
+        was_open = False
         try:
             while True:
                 now = await current(version)
 
                 async def attempt(now: PolicyVersion | None = now) -> list[Slot] | Refusal:
-                    return await self.buffer.admit(slot_ids, now, waiter, wait.waited_s)
+                    return await self.buffer.admit(slot_ids, now, callers.report(wait))
 
                 # A caller that will not wait for the next signal asks itself.
                 granted = await (
@@ -77,22 +85,22 @@ class RedisReplay:
                         was_woken=wait.waited_s > 0,
                         would_be=lambda r, now=now: r.version == now,
                     )
-                    if waiter
-                    else attempt()
+                    if timeout_s > 0
+                    else self.buffer.admit(slot_ids, now)
                 )
                 if not isinstance(granted, Refusal):
-                    has_ended = True
+                    callers.end(wait)
                     return granted
                 is_told_to_stop = was_open and granted.reason == "paused"
                 was_open = granted.reason != "paused"
                 if wait.is_over or is_told_to_stop:
                     raise WaitTimeout(describe_refusal(granted, self.config, wait.elapsed_s))
                 left_s = wait.next_s(granted.expires_in_s)
+                callers.begin(wait)
                 left_s = min(left_s, RECHECK_S) if callable(version) else left_s
                 await self._room.wait(granted.signal, left_s)
         finally:
-            if not has_ended:
-                await self._give_up(wait, waiter, "rollout")
+            await self._give_up(callers, wait)
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
@@ -113,27 +121,29 @@ class RedisReplay:
     async def draw_encoded(self, timeout_s: float) -> tuple[str, Drawn]:
         """A lease's id and its groups as they are stored; waits and raises as `draw` does."""
         lease_id = uuid.uuid4().hex
-        wait = Wait(timeout_s)
-        waiter = lease_id if timeout_s > 0 else None
-        has_ended = False
+        wait, callers = Wait(timeout_s), self._learners
         try:
             while True:
 
                 async def attempt() -> Leased | Shortage:
-                    return await self.buffer.lease(lease_id, waiter, wait.waited_s)
+                    return await self.buffer.lease(lease_id, callers.report(wait))
 
+                was_woken = wait.waited_s > 0
                 leased = await (
-                    self._drawing.do(attempt, was_woken=wait.waited_s > 0) if waiter else attempt()
+                    self._drawing.do(attempt, was_woken=was_woken)
+                    if timeout_s > 0
+                    else self.buffer.lease(lease_id)
                 )
                 if not isinstance(leased, Shortage):
-                    has_ended = True
+                    callers.end(wait)
                     break
                 if wait.is_over:
                     raise WaitTimeout(describe_shortage(leased, self.config, wait.elapsed_s))
-                await self._data.wait(leased.signal, wait.next_s(leased.expires_in_s))
+                left_s = wait.next_s(leased.expires_in_s)
+                callers.begin(wait)
+                await self._data.wait(leased.signal, left_s)
         finally:
-            if not has_ended:
-                await self._give_up(wait, waiter, "learner")
+            await self._give_up(callers, wait)
         return lease_id, await self.buffer.read(leased)
 
     async def acknowledge(self, lease: Lease, version: PolicyVersion) -> None:
@@ -145,8 +155,13 @@ class RedisReplay:
         """See Replay."""
         await self.buffer.release(lease.lease_id)
 
+    async def withdraw(self, lease: Lease) -> None:
+        """Hand the groups back as if they had not been drawn."""
+        await self.buffer.release(lease.lease_id, counts=False)
+
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:
         """See Replay."""
+        check_priorities(priorities)
         return await self.buffer.update_priorities(priorities)
 
     async def restore_version(self, version: PolicyVersion) -> int:
@@ -171,9 +186,10 @@ class RedisReplay:
         await self._data.close()
         await self._link.close()
 
-    async def _give_up(
-        self, wait: Wait, waiter: str | None, side: Literal["rollout", "learner"]
-    ) -> None:
-        """Add a wait without success to its sum. The first try is not waiting."""
-        if wait.waited_s and waiter is not None:
-            await self.buffer.end_wait(waiter, side, wait.waited_s)
+    async def _give_up(self, callers: Callers, wait: Wait) -> None:
+        """Note that a caller waits no longer, unless its success has. Only a statistic: it must
+        not hide why the call ended, nor hold it up."""
+        if callers.end(wait):
+            with suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.buffer.end_wait(callers.report())

@@ -69,8 +69,15 @@ def address(url: str) -> str:
     return f"{hosts}/{parsed.master}" if parsed.master else hosts or parsed.path
 
 
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # its words would show the password
+        raise ValueError("it cannot be read; percent-encode user and password") from None
+
+
 def _parsed(url: str) -> RedisUrl:
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme not in _SCHEMES:
         raise ValueError(f"it must begin with one of {', '.join(f'{s}://' for s in _SCHEMES)}")
     kind, is_tls = _SCHEMES[parts.scheme]
@@ -108,7 +115,7 @@ def _hosts(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
     """host:1,[::1]:2 -> (("host", 1), ("::1", 2))"""
     hosts: list[tuple[str, int]] = []
     for place in text.split(","):
-        parts = urlsplit(f"//{place}")
+        parts = _split(f"//{place}")
         try:
             port = parts.port
         except ValueError:  # its words would show what may be a part of a password

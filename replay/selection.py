@@ -74,3 +74,12 @@ def exponential(seed: int, arrival: int, turn: int) -> float:
     """-log(u), u in (0, 1] from the first 13 hexadecimal digits of a hash."""
     digest = hashlib.sha1(f"{seed}:{arrival}:{turn}".encode()).hexdigest()[:13]
     return -math.log((int(digest, 16) + 1) / 2**52)
+
+
+def rescaled(score: float, before: float, after: float, now: float) -> float:
+    """Score of a group whose priority changes from `before` to `after` at the virtual time `now`.
+
+    What is left of its wait is shortened or lengthened: exponentials are memoryless, so that is as
+    good as a new variate, and a group that is changed often is not put back each time.
+    """
+    return now + (score - now) * max(before, LEAST_PRIORITY) / max(after, LEAST_PRIORITY)

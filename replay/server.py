@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Final, Self
 
+from leeway.replay.append_only import cut_open_transaction
 from leeway.replay.connection import check_url
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
 
@@ -56,6 +57,7 @@ class EmbeddedRedis:
         binary = find_server_binary()
         with (home / "redis.lock").open("w") as lock:
             _take(lock.fileno(), home)
+            cut_open_transaction(home)
             # A port may be taken between asking for it and using it.
             for place in (_last_place(home), None, None):
                 port, password = place or (_free_port(), secrets.token_urlsafe(24))
@@ -188,6 +190,10 @@ def _write_config(home: Path, port: int, password: str) -> None:
         "appendonly yes",
         "appendfsync always",
         'save ""',
+        # Every group passes through the file, so it is rewritten often. What it holds does not
+        # compress, and trying to takes a core from the draws meanwhile.
+        "rdbcompression no",
+        "auto-aof-rewrite-min-size 256mb",
         "maxmemory-policy noeviction",
     )
     path = home / "redis.conf"

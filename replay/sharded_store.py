@@ -7,7 +7,8 @@ not, across shards: a learner that dies between two acknowledgements leaves shar
 and restore_version, with which it resumes, brings them together.
 
 Who waits for whom: as in redis_store.py, a caller of admit at the shard whose turn it is. Room in
-another is noticed within RECHECK_S.
+another is noticed within RECHECK_S, and so is an engine with a newer version: it signals to the
+first shard alone.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
+from leeway.replay.bounds import checked_number
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import WaitTimeout
+from leeway.replay.errors import LeaseExpired, WaitTimeout
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import Group, GroupId, PolicyVersion
 from leeway.replay.store import Lease, Replay, ReplayStats, Slot, VersionSource
@@ -45,21 +47,32 @@ def connect_replay(url: str, run: str, config: ReplayConfig, retry_s: float = 30
     return ShardedReplay(shards, config)
 
 
+class Shard(Replay, Protocol):
+    """A buffer that can also undo a draw."""
+
+    async def withdraw(self, lease: Lease) -> None:
+        """Hand the groups back as if they had not been drawn."""
+        ...
+
+
 class ShardedReplay:
     """Replay over shards."""
 
-    def __init__(self, shards: Sequence[Replay], config: ReplayConfig) -> None:
+    def __init__(self, shards: Sequence[Shard], config: ReplayConfig) -> None:
         """`shards` are configured as `config.of_shard()` says."""
         self.config = config
         self._shards = shards
         self._turn = 0
         self._parts: dict[str, list[Lease]] = {}
         """What each shard leased of each lease."""
+        self._live: set[str] = set()
+        """Leases neither acknowledged nor released."""
 
     async def admit(
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
         """See Replay."""
+        n = checked_number(n)
         wait = Wait(timeout_s)
         home = self._turn = (self._turn + 1) % len(self._shards)
         was_open = not await self._is_paused(home)
@@ -108,7 +121,9 @@ class ShardedReplay:
                 parts.append(await shard.draw(wait.next_s(None)))
             parts = await self._at_one_version(parts, wait)
         except BaseException:
-            await self._release(parts)
+            # The learner draws in slices: what came of one shard in vain counts as not drawn.
+            pairs = zip(self._shards, parts, strict=False)
+            await asyncio.gather(*(shard.withdraw(part) for shard, part in pairs))
             raise
         lease = Lease(
             uuid.uuid4().hex,
@@ -117,17 +132,26 @@ class ShardedReplay:
             max(part.ramp_version for part in parts),
         )
         # Without the groups, which the caller has.
+        self._live.add(lease.lease_id)
         self._parts[lease.lease_id] = [msgspec.structs.replace(p, groups=()) for p in parts]
         if len(self._parts) > REMEMBERED:
             del self._parts[next(iter(self._parts))]
         return lease
 
     async def _at_one_version(self, parts: list[Lease], wait: Wait) -> list[Lease]:
-        """A shard whose last step was not acknowledged draws again, for the others' version."""
+        """A shard whose last step was not acknowledged draws again, for the others' version.
+
+        Raises LeaseExpired where another lease is in hand: one shard's part of it has ended.
+        """
         newest = max(part.version for part in parts)
         for k, shard in enumerate(self._shards):
             if parts[k].version != newest:
-                await shard.release(parts[k])
+                if self._live:
+                    raise LeaseExpired(
+                        f"shard {k} draws for version {parts[k].version} and another for {newest}: "
+                        "its part of the lease before has expired; release that and draw again"
+                    )
+                await shard.withdraw(parts[k])
                 await shard.restore_version(newest)
                 parts[k] = await shard.draw(wait.next_s(None))
         return parts
@@ -137,6 +161,7 @@ class ShardedReplay:
         parts = self._parts.get(lease.lease_id)
         if parts is None:
             raise lease_expired(lease, self.config)
+        self._live.discard(lease.lease_id)
         pairs = zip(self._shards, parts, strict=True)
         calls = [shard.acknowledge(part, version) for shard, part in pairs]
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -146,10 +171,8 @@ class ShardedReplay:
 
     async def release(self, lease: Lease) -> None:
         """See Replay."""
-        await self._release(self._parts.pop(lease.lease_id, []))
-
-    async def _release(self, parts: Sequence[Lease]) -> None:
-        pairs = zip(self._shards, parts, strict=False)
+        self._live.discard(lease.lease_id)
+        pairs = zip(self._shards, self._parts.pop(lease.lease_id, []), strict=False)
         await asyncio.gather(*(shard.release(part) for shard, part in pairs))
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:
@@ -160,6 +183,7 @@ class ShardedReplay:
     async def restore_version(self, version: PolicyVersion) -> int:
         """See Replay."""
         self._parts.clear()
+        self._live.clear()
         return sum(await asyncio.gather(*(s.restore_version(version) for s in self._shards)))
 
     async def pause_admission(self, paused: bool) -> None:

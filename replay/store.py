@@ -78,11 +78,14 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
-    """A caller that waits now."""
+    """Who waits now."""
 
     side: Literal["rollout", "learner"]
     reason: RefusalReason | ShortageReason
     since_s: float
+    """Of the one that waits longest, where there are several."""
+    num: int = 1
+    """Callers; those of one process may be one record."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -151,13 +154,14 @@ class Replay(Protocol):
     async def admit(
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
-        """Return between 1 and `n` slots, waiting up to `timeout_s` for the first.
+        """Return between 1 and `n` slots, 1000 at most, waiting up to `timeout_s` for the first.
 
         `version` is the oldest version any live engine may still sample from. A caller that may
         wait gives a source, which is asked at every try: with a fixed version it would be refused
         on after the engines have moved. A caller that waits while admission is paused is told at
         once; one that comes during the pause waits for its end.
-        Raises WaitTimeout naming the bound that held it back (a RefusalReason and its numbers).
+        Raises WaitTimeout naming the bound that held it back (a RefusalReason and its numbers), and
+        DataError unless `n` is at least 1.
         """
         ...
 
@@ -179,7 +183,8 @@ class Replay(Protocol):
 
         Raises WaitTimeout naming what is missing: groups not yet ready, or the ones still being
         played that must be in this step to stay within the bound. Under exact a second draw waits
-        until the first lease is acknowledged or returned and the window is full again.
+        until the first lease is acknowledged or returned and the window is full again. Raises
+        LeaseExpired in the rare case that the lease ended before its groups were read.
         """
         ...
 
@@ -198,7 +203,8 @@ class Replay(Protocol):
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:
         """Set priorities, at least 0, by group id; returns how many of the groups are stored.
 
-        They count from the next draw on, with draw_by or evict_by "prioritised".
+        They count from the next draw on, with draw_by or evict_by "prioritised". Raises DataError
+        for a number that is not finite or below 0.
         """
         ...
 

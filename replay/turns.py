@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 from leeway.replay.waiting import Refusal, Shortage
-
-if TYPE_CHECKING:
-    from leeway.replay.wakeups import Wakeups
+from leeway.replay.wakeups import Wakeups, number_of
 
 Granted = TypeVar("Granted")
 Refused = TypeVar("Refused", Refusal, Shortage)
@@ -56,8 +56,13 @@ class Turns(Generic[Granted, Refused]):
         return last if is_known else None
 
     async def _try(self, attempt: Callable[[], Awaitable[Granted | Refused]]) -> Granted | Refused:
+        heard = self._wakeups.heard
         outcome = await attempt()
         if isinstance(outcome, self._refused):
+            # Others write the stream too, of whom the script knows nothing. What was heard before
+            # the try is no news after it.
+            if number_of(heard) > number_of(outcome.signal):
+                outcome = msgspec.structs.replace(outcome, signal=heard)
             self._last = outcome
             left_s = float("inf") if outcome.expires_in_s is None else outcome.expires_in_s
             self._until_s = time.monotonic() + left_s

@@ -34,7 +34,7 @@ class Wakeups:
         What is signalled from now on will then be heard.
         """
         is_listening = self._reader is not None and not self._reader.done()
-        return is_listening and self._last <= _number(signal)
+        return is_listening and self._last <= number_of(signal)
 
     async def wait(self, signal: str, timeout_s: float) -> None:
         """Return when the stream has entries after `signal`, or after `timeout_s`, or a little
@@ -42,10 +42,10 @@ class Wakeups:
 
         Callers try again whenever it returns, so an early return costs one try.
         """
-        if self._last > _number(signal) or timeout_s <= 0:
+        if self._last > number_of(signal) or timeout_s <= 0:
             return
         if self._reader is None or self._reader.done():
-            self._last = _number(signal)
+            self._last = number_of(signal)
             self._reader = asyncio.create_task(self._read())
         done, _ = await asyncio.wait({self._reader}, timeout=timeout_s)
         for task in done:
@@ -64,10 +64,10 @@ class Wakeups:
         )
         entries = stream_entries(reply)
         if entries:
-            self._last = _number(entries[-1][0].decode())
+            self._last = number_of(entries[-1][0].decode())
 
 
-def _number(signal: str) -> tuple[int, int]:
+def number_of(signal: str) -> tuple[int, int]:
     """The id of an entry, "1764288000000-2", in the order of time."""
     milliseconds, _, sequence = signal.partition("-")
     return int(milliseconds), int(sequence)

@@ -14,7 +14,7 @@ S.num_trained = S.num_trained + #lease.ids
 S.train_ms = S.train_ms + now - lease.since
 
 local done, records = {}, {}
-for i, packed in ipairs(call('HMGET', key.groups, unpack(lease.ids))) do
+for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
   local id, group = lease.ids[i], cmsgpack.unpack(packed)
   if group[DRAWS] == 0 then count(S.leased, group[VERSION], -1) end
   group[DRAWS] = group[DRAWS] + 1

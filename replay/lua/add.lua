@@ -2,7 +2,7 @@
 -- themselves unless they are taken here. Arguments are lists of one number or text a group; oldest
 -- and newest are versions among its tokens. Returns one word for each.
 local ids, outcomes = arg.ids, {}
-local packed_slots = call('HMGET', key.slot, unpack(ids))
+local packed_slots = read_parts(ids, 'HMGET', key.slot)
 
 local function without_slot(id)
   if call('HEXISTS', key.groups, id) == 1 then return 'added' end
@@ -53,7 +53,7 @@ for i, id in ipairs(ids) do
 end
 
 if #remembered > 0 then
-  call('ZADD', key.added, unpack(remembered))
+  in_parts(remembered, 'ZADD', key.added)
   if S.sequence % 64 < #ids then trim(key.added) end
 end
 if #filled > 0 then
@@ -65,15 +65,17 @@ if #filled > 0 then
     places[2 * i - 1], places[2 * i] = group[VERSION] * ARRIVALS + group[ARRIVAL], id
     if picks or evicts then rank(id, group) end
   end
-  call('ZREM', key.slots, unpack(taken))
-  call('HDEL', key.slot, unpack(taken))
-  call('HSET', key.groups, unpack(records))
-  call('ZADD', key.ready, unpack(places))
+  in_parts(taken, 'ZREM', key.slots)
+  in_parts(taken, 'HDEL', key.slot)
+  in_parts(records, 'HSET', key.groups)
+  in_parts(places, 'ZADD', key.ready)
   S.inserts = S.inserts + #filled
   S.num_added = S.num_added + #filled
   S.num_stored = S.num_stored + #filled
   -- A draw that wants more than there is need not be woken.
   if num_ready() >= c.groups_per_step then wake('data') end
+  -- A slot counted as large as the largest group, and under drop could not be evicted.
+  if c.policy == 'drop' or c.max_bytes then wake('room') end
 end
 save()
 return outcomes

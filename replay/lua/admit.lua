@@ -1,6 +1,6 @@
 -- Grant up to #slot_ids slots at `version`, else say which bound holds them back.
 local granted = {}
-for i, packed in ipairs(call('HMGET', key.slot, unpack(arg.slot_ids))) do
+for i, packed in ipairs(read_parts(arg.slot_ids, 'HMGET', key.slot)) do
   if packed then granted[#granted + 1] = arg.slot_ids[i] end
 end
 -- The same call, sent again because its reply was lost.
@@ -75,7 +75,7 @@ if not reason and evictable > 0 then
 end
 
 if reason then
-  if arg.waiter then note_wait(arg.waiter, 'rollout', reason) end
+  refuse(reason)
   save()
   return cmsgpack.pack({
     reason = reason,
@@ -102,12 +102,12 @@ for i = 1, n do
   scores[2 * i - 1], scores[2 * i] = expiry, id
   records[2 * i - 1], records[2 * i] = id, slot
 end
-call('ZADD', key.slots, unpack(scores))
-call('HSET', key.slot, unpack(records))
+in_parts(scores, 'ZADD', key.slots)
+in_parts(records, 'HSET', key.slot)
 expire_at(expiry)
 count(S.playing, arg.version, n)
 S.num_slots = S.num_slots + n
 S.num_admitted = S.num_admitted + n
-end_wait('rollout')
+grant()
 save()
 return cmsgpack.pack({granted = granted})

@@ -8,7 +8,7 @@ if redis.replicate_commands then redis.replicate_commands() end
 
 local call = redis.call
 
-local LAYOUT = 3                   -- of the keys and of what they hold
+local LAYOUT = 2                   -- of the keys and of what they hold
 local REMEMBERED_MS = 3600 * 1000  -- how long a repeated add or acknowledge is recognised
 
 -- Fields of a stored group's record, an array. The shape is text, since hardly anybody reads it:
@@ -26,7 +26,7 @@ elseif packed_state == false then
     num_slots = 0, num_stored = 0, num_leases = 0, playing = {}, ready = {}, leased = {},
     inserts = 0, samples = 0, num_admitted = 0, num_added = 0, num_drawn = 0, num_trained = 0,
     num_slots_expired = 0, num_leases_expired = 0,
-    wait_room_ms = 0, wait_data_ms = 0, play_ms = 0, train_ms = 0,
+    play_ms = 0, train_ms = 0,
   }
 end
 if not S or S.layout ~= LAYOUT then
@@ -55,6 +55,23 @@ S.now = now
 -- Whoever is refused waits for a signal after the last one.
 local function wake(stream)
   S[stream .. '_signal'] = call('XADD', key[stream], 'MAXLEN', '~', 16, '*', 'at', now)
+end
+
+-- A command over many values: Lua hands over less than 8000 at a time.
+local function in_parts(values, command, name)
+  for i = 1, #values, 1000 do
+    local last = math.min(#values, i + 999)
+    if name then call(command, name, unpack(values, i, last)) else call(command, unpack(values, i, last)) end
+  end
+end
+
+local function read_parts(values, command, name)
+  local replies = {}
+  for i = 1, #values, 1000 do
+    local part = call(command, name, unpack(values, i, math.min(#values, i + 999)))
+    for n, reply in ipairs(part) do replies[i + n - 1] = reply end
+  end
+  return replies
 end
 
 local function count(counts, version, by)
@@ -115,11 +132,10 @@ local function put(id, group)
 end
 
 local function take(ids)
-  if #ids == 0 then return end
-  call('ZREM', key.ready, unpack(ids))
-  if c.max_draws > 1 then call('ZREM', key.again, unpack(ids)) end
-  if picks then call('ZREM', key.pick, unpack(ids)) end
-  if evicts then call('ZREM', key.evict, unpack(ids)) end
+  in_parts(ids, 'ZREM', key.ready)
+  in_parts(ids, 'ZREM', key.again)
+  if picks then in_parts(ids, 'ZREM', key.pick) end
+  if evicts then in_parts(ids, 'ZREM', key.evict) end
 end
 
 local function record(id) return cmsgpack.unpack(call('HGET', key.groups, id)) end
@@ -164,8 +180,8 @@ local function forget(ids, of_records)
     S.num_bytes = S.num_bytes - of_records[id][SIZE]
   end
   S.num_stored = S.num_stored - #ids
-  call('HDEL', key.groups, unpack(ids))
-  call('UNLINK', unpack(payloads))
+  in_parts(ids, 'HDEL', key.groups)
+  in_parts(payloads, 'UNLINK')
 end
 
 -- The configuration may name other selectors than the one before, and fewer draws.
@@ -175,7 +191,7 @@ if is_new_config then
     records[id] = record(id)
     if records[id][DRAWS] >= c.max_draws then done[#done + 1] = id end
   end
-  if #done > 0 then call('ZREM', key.again, unpack(done)) end
+  in_parts(done, 'ZREM', key.again)
   forget(done, records)
   call('DEL', key.pick, key.evict)
   if picks or evicts then
@@ -201,7 +217,8 @@ local function drop_group(id, group, reason)
   wake('room')
 end
 
-local function return_lease(lease_id)
+-- `counts`: whether coming back counts against max_returns.
+local function return_lease(lease_id, counts)
   local lease = cmsgpack.unpack(call('HGET', key.lease, lease_id))
   call('ZREM', key.leases, lease_id)
   call('HDEL', key.lease, lease_id)
@@ -210,13 +227,15 @@ local function return_lease(lease_id)
   S.train_ms = S.train_ms + now - lease.since
   for _, id in ipairs(lease.ids) do
     local group = record(id)
-    group[RETURNS] = group[RETURNS] + 1
+    if counts then group[RETURNS] = group[RETURNS] + 1 end
     S.leased_bytes = S.leased_bytes - group[SIZE]
     if group[DRAWS] == 0 then
       count(S.leased, group[VERSION], -1)
       count(S.ready, group[VERSION], 1)
     end
-    if group[RETURNS] > c.max_returns then
+    if group[DRAWS] > 0 and group[DRAWS] >= c.max_draws then
+      forget({id}, {[id] = group})  -- trained often enough for the limits of today
+    elseif group[RETURNS] > c.max_returns then
       drop_group(id, group, 'returned')
     else
       write(id, group)
@@ -234,7 +253,7 @@ local function reclaim()
     S.num_slots_expired = S.num_slots_expired + 1
   end
   for _, id in ipairs(call('ZRANGEBYSCORE', key.leases, '-inf', now)) do
-    return_lease(id)
+    return_lease(id, true)
     S.num_leases_expired = S.num_leases_expired + 1
   end
   S.next_expiry = nil
@@ -259,19 +278,25 @@ local function drop_overdue()
   end
 end
 
--- ---- who waits, for inspection: one record per caller, gone when its wait is over
+-- ---- who waits: one record for the callers of a process on one side, and the sum of their waits
 
--- The wait of `waiter` is over, which had waited `waited_ms` before this call.
-local function end_wait(side)
-  if not arg.waited_ms or call('HDEL', key.waits, arg.waiter) == 0 then return end
-  local name = side == 'learner' and 'wait_data_ms' or 'wait_room_ms'
-  S[name] = S[name] + arg.waited_ms
+local function report(callers, num, reason)
+  call('HSET', key.waited, callers.name, callers.total_ms)
+  if num == 0 then return call('HDEL', key.waits, callers.name) end
+  local before = call('HGET', key.waits, callers.name)
+  reason = reason or (before and cmsgpack.unpack(before).reason)
+  if not reason then return end
+  call('HSET', key.waits, callers.name, cmsgpack.pack({
+    side = callers.side, reason = reason, num = num, since = now - callers.age_ms, seen = now}))
 end
 
-local function note_wait(id, side, reason)
-  local before = call('HGET', key.waits, id)
-  local since = before and cmsgpack.unpack(before).since or now
-  call('HSET', key.waits, id, cmsgpack.pack({side = side, reason = reason, since = since, seen = now}))
+-- A try of one of them was refused, or granted.
+local function refuse(reason)
+  if arg.callers then report(arg.callers, arg.callers.num + 1, reason) end
+end
+
+local function grant()
+  if arg.callers and arg.callers.has_waited then report(arg.callers, arg.callers.num) end
 end
 
 reclaim()

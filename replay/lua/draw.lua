@@ -34,9 +34,7 @@ if missing > 0 or blocking_until or is_limited then
     if #awaited == 4 then break end
     if slot_of(id).version <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
   end
-  if arg.waiter then
-    note_wait(arg.waiter, 'learner', is_limited and 'limiter' or missing > 0 and 'missing' or 'blocked')
-  end
+  refuse(is_limited and 'limiter' or missing > 0 and 'missing' or 'blocked')
   save()
   return cmsgpack.pack({
     version = version,
@@ -73,8 +71,9 @@ else
   end
 end
 
+assert(#ids == step, 'a step of ' .. step .. ' groups came to ' .. #ids)
 take(ids)
-for _, packed in ipairs(call('HMGET', key.groups, unpack(ids))) do
+for _, packed in ipairs(read_parts(ids, 'HMGET', key.groups)) do
   local group = cmsgpack.unpack(packed)
   S.leased_bytes = S.leased_bytes + group[SIZE]
   if group[DRAWS] == 0 then
@@ -90,7 +89,7 @@ expire_at(expiry)
 S.num_leases = S.num_leases + 1
 S.samples = S.samples + step
 S.num_drawn = S.num_drawn + step
-end_wait('learner')
+grant()
 -- Room by the limiter: who waits for the learner to sample may go on.
 if c.limiter.max_diff < 1e300 then wake('room') end
 save()

@@ -2,6 +2,10 @@
 -- limit; the payload has been set as for add.lua.
 local payload = key['payload:'] .. arg.id
 if call('HEXISTS', key.groups, arg.id) == 1 then return 'held' end
+if arg.draws > 0 and arg.draws >= c.max_draws then
+  call('UNLINK', payload)
+  return 'trained'
+end
 local size = call('STRLEN', payload)
 if size == 0 then return 'no-payload' end
 call('PERSIST', payload)

@@ -1,5 +1,5 @@
 -- The learner resumed at `version`: every lease comes back, and what newer versions sampled goes.
-for _, lease_id in ipairs(call('ZRANGE', key.leases, 0, -1)) do return_lease(lease_id) end
+for _, lease_id in ipairs(call('ZRANGE', key.leases, 0, -1)) do return_lease(lease_id, true) end
 S.learner_version, S.ramp_version = arg.version, arg.version
 local num_dropped = 0
 for _, zset in ipairs({key.ready, key.again}) do

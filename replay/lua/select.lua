@@ -26,3 +26,7 @@ local function evict_score(selector, version, arrival, priority, from, seed, tur
   if selector == 'prioritised' then return priority + arrival * 1e-9 end
   return fixed_score(selector, version, arrival)
 end
+
+local function rescaled(score, before, after, from)
+  return from + (score - from) * math.max(before, 1e-6) / math.max(after, 1e-6)
+end

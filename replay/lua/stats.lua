@@ -7,7 +7,7 @@ for i = 2, #flat_waits, 2 do
   if now - wait.seen > 15000 then
     call('HDEL', key.waits, flat_waits[i - 1])
   else
-    waits[#waits + 1] = {wait.side, wait.reason, (now - wait.since) / 1000}
+    waits[#waits + 1] = {wait.side, wait.reason, (now - wait.since) / 1000, wait.num}
   end
 end
 local playing = {}
@@ -25,7 +25,14 @@ for i = 1, #leases, 2 do
   training[#training + 1] = {
     leases[i], lease.version, (now - lease.since) / 1000, left / 1000, #lease.ids}
 end
+local waited = {rollout = 0, learner = 0}
+local flat_waited = call('HGETALL', key.waited)
+for i = 1, #flat_waited, 2 do
+  local side = string.match(flat_waited[i], '^%a+')
+  waited[side] = waited[side] + tonumber(flat_waited[i + 1])
+end
 S.num_ready = num_ready()
+S.wait_room_ms, S.wait_data_ms = waited.rollout, waited.learner
 S.outstanding = flat(counts(S.playing, S.ready, S.leased))
 S.playing, S.ready, S.leased = nil, nil, nil
 return cmsgpack.pack({

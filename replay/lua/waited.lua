@@ -1,4 +1,3 @@
--- The wait of `waiter` on `side` has ended without success.
-end_wait(arg.side)
-save()
+-- Some of `callers` wait no longer.
+report(arg.callers, arg.callers.num)
 return 'ok'

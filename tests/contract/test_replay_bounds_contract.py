@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from leeway.replay.errors import WaitTimeout
+from leeway.replay.errors import DataError, WaitTimeout
 from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.store import Lease, Replay, Slot, Waiting
 from leeway.replay.synthetic import build_group
@@ -143,6 +143,19 @@ async def test_a_full_budget_says_its_numbers_and_opens_after_training(build_rep
     assert len(await waiting) == 1
 
 
+async def test_a_small_group_that_came_in_makes_room_for_who_waits(build_replay):
+    # Slots count as large as the largest group so far.
+    replay = build_replay(max_bytes=9000, groups_per_step=1, max_staleness=30)
+    large = (await replay.admit(1, v(0), SOON_S))[0]
+    await replay.add(large, build_group(large, num_tokens=400))
+    slots = await replay.admit(9, v(0), SOON_S)
+    waiting = asyncio.create_task(replay.admit(1, v(0), AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    for slot in slots:
+        await replay.add(slot, build_group(slot, num_trajectories=1, num_tokens=8))
+    assert len(await asyncio.wait_for(waiting, 1.0)) == 1
+
+
 async def test_a_budget_below_a_step_says_so(build_replay):
     replay = build_replay(max_bytes=700)
     await put(replay)
@@ -199,6 +212,31 @@ async def test_priorities_can_be_set_and_unknown_groups_are_passed_over(build_re
     wanted = {slots[3].slot_id: 1e9, slots[8].slot_id: 1e9}
     assert await replay.update_priorities({**wanted, "nobody": 1.0}) == 2
     assert sorted(order(await train(replay), slots)) == [3, 8]
+
+
+@pytest.mark.parametrize("priority", [float("nan"), float("inf"), -1.0])
+async def test_a_priority_that_is_no_finite_number_is_refused_and_changes_nothing(
+    build_replay, priority
+):
+    replay = build_replay(draw_by="prioritised")
+    slots = [await put(replay), await put(replay)]
+    with pytest.raises(DataError, match="priority of group"):
+        await replay.update_priorities({slots[0].slot_id: 1.0, slots[1].slot_id: priority})
+    assert len((await train(replay)).groups) == 2
+
+
+async def test_a_group_whose_priority_is_set_again_and_again_keeps_its_turn(build_replay):
+    replay = build_replay(draw_by="prioritised", groups_per_step=1, max_staleness=60, seed=5)
+    slots = [await put(replay) for _ in range(10)]
+    drawn: list[int] = []
+    for _ in range(50):
+        ids = await replay.group_ids()
+        await replay.update_priorities(dict.fromkeys(ids, 0.5))
+        drawn += order(await train(replay), slots)
+        slots.append(await put(replay, (await replay.stats()).learner_version))
+    # Of ten equals each waits ten draws on the average; none waits for ever.
+    assert max(place_in - place for place_in, place in enumerate(drawn)) < 50
+    assert len(set(drawn[:40]) & set(range(10))) >= 8
 
 
 # --- drop ----------------------------------------------------------------------------------------

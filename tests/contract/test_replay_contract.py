@@ -66,6 +66,12 @@ async def test_window_refuses_the_fifth_and_says_its_numbers(build_replay):
         await replay.admit(1, v(0), SOON_S)
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, SOON_S])
+async def test_no_slots_cannot_be_asked_for(build_replay, timeout_s):
+    with pytest.raises(DataError, match="n of at least 1, not 0"):
+        await build_replay().admit(0, v(0), timeout_s)
+
+
 async def test_older_engine_has_a_smaller_window(build_replay):
     replay = build_replay()
     await fill(replay, 2)

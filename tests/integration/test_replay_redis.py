@@ -19,6 +19,7 @@ from leeway.replay.errors import SlotExpired, StoreError, StoreUnavailable, Wait
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
+from leeway.replay.store import Slot
 from leeway.replay.synthetic import build_group
 
 CONFIG = ReplayConfig(groups_per_step=2, max_staleness=1)
@@ -153,10 +154,10 @@ async def test_a_buffer_of_another_layout_is_refused_with_both_numbers(server):
     replay = RedisReplay(server.url, run, CONFIG)
     with redis.Redis.from_url(server.url) as admin:
         admin.hset(f"{replay.buffer.prefix}state", "learner_version", "3")
-        with pytest.raises(StoreError, match=r"layout 1.*reads layout 3"):
+        with pytest.raises(StoreError, match=r"layout 1.*reads layout 2"):
             await replay.stats()
         admin.set(f"{replay.buffer.prefix}state", msgspec.msgpack.encode({"layout": 9}))
-        with pytest.raises(StoreError, match=r"layout 9.*reads layout 3"):
+        with pytest.raises(StoreError, match=r"layout 9.*reads layout 2"):
             await replay.admit(1, V0, 0)
         assert msgspec.msgpack.decode(admin.get(f"{replay.buffer.prefix}state")) == {"layout": 9}
     await replay.close()
@@ -167,8 +168,101 @@ async def test_a_wait_that_is_reported_twice_counts_once(replay):
         await replay.draw(0.3)
     stats = await replay.stats()
     assert 0.25 < stats.wait_data_s < 0.6
-    await replay.buffer.end_wait("nobody", "learner", 5.0)
+    await replay.buffer.end_wait(replay._learners.report())
     assert (await replay.stats()).wait_data_s == stats.wait_data_s
+
+
+async def test_waits_of_all_callers_of_a_process_are_summed(replay):
+    await replay.admit(4, V0, 1.0)
+    waits = [asyncio.create_task(replay.admit(1, V0, 0.6)) for _ in range(8)]
+    await asyncio.gather(*waits, return_exceptions=True)
+    stats = await replay.stats()
+    assert 8 * 0.55 < stats.wait_room_s < 8 * 0.9
+    assert stats.waits == ()
+
+
+async def test_a_signal_of_the_board_wakes_an_admission_once(replay, server):
+    """An engine's newer version is written to the stream of room; the scripts do not know of it."""
+    await replay.admit(4, V0, 1.0)
+    waiting = asyncio.create_task(replay.admit(1, V0, 2.0))
+    await asyncio.sleep(0.3)
+    with redis.Redis.from_url(server.url) as admin:
+        admin.config_resetstat()
+        admin.xadd(f"{replay.buffer.prefix}room", {"at": "1"})
+        await asyncio.sleep(1.0)
+        calls = admin.info("commandstats")["cmdstat_evalsha"]["calls"]  # type: ignore[index]
+    assert 1 <= calls <= 3
+    with pytest.raises(WaitTimeout):
+        await waiting
+
+
+async def test_thousands_of_slots_and_adds_at_once(server):
+    config = ReplayConfig(groups_per_step=5000, max_staleness=1, max_groups=20_000)
+    replay = RedisReplay(server.url, f"test-{uuid.uuid4().hex}", config)
+    slots: list[Slot] = []
+    while len(slots) < 5000:
+        slots += await replay.admit(5000, V0, 1.0)
+    groups = [build_group(slot, num_trajectories=1, num_tokens=8) for slot in slots]
+    await asyncio.gather(*map(replay.add, slots, groups))
+    lease = await replay.draw(5.0)
+    assert len(lease.groups) == 5000
+    await replay.acknowledge(lease, V1)
+    stats = await replay.stats()
+    assert (stats.num_trained, stats.num_bytes) == (5000, 0)
+    await replay.close()
+
+
+async def test_who_gives_no_limits_changes_none(server):
+    run = f"test-{uuid.uuid4().hex}"
+    twice = ReplayConfig(groups_per_step=2, max_staleness=3, max_draws=2)
+    replay, bystander = (RedisReplay(server.url, run, c) for c in (twice, ReplayConfig()))
+    for slot in await replay.admit(2, V0, 1.0):
+        await replay.add(slot, build_group(slot))
+    await replay.acknowledge(await replay.draw(1.0), V1)
+    await bystander.pause_admission(True)
+    await bystander.update_priorities({"nobody": 1.0})
+    assert (await bystander.stats()).num_ready == 2
+    await replay.close()
+    await bystander.close()
+
+
+@pytest.mark.parametrize("come_back", ["restore", "import"])
+async def test_groups_trained_often_enough_are_not_drawn_again(server, come_back):
+    run = f"test-{uuid.uuid4().hex}"
+    twice = ReplayConfig(groups_per_step=2, max_staleness=3, max_draws=2)
+    once = ReplayConfig(groups_per_step=2, max_staleness=3)
+    first, second = RedisReplay(server.url, run, twice), RedisReplay(server.url, run, once)
+    for slot in await first.admit(2, V0, 1.0):
+        await first.add(slot, build_group(slot))
+    await first.acknowledge(await first.draw(1.0), V1)
+    if come_back == "restore":
+        await first.draw(1.0)
+        await second.restore_version(V1)
+    else:
+        (group_id, record), *_ = (await first.buffer.records()).items()
+        payload = await anext(first.buffer.payloads([group_id]))
+        await first.acknowledge(await first.draw(1.0), PolicyVersion(2))
+        assert payload is not None
+        assert await second.buffer.put_back(group_id, record, payload) == "trained"
+    with pytest.raises(WaitTimeout, match="0 are ready"):
+        await second.draw(0.05)
+    assert (await second.stats()).num_bytes == 0
+    await first.close()
+    await second.close()
+
+
+async def test_a_cancelled_draw_ends_at_once_though_redis_is_gone(tmp_path):
+    server = EmbeddedRedis.start(tmp_path)
+    replay = RedisReplay(server.url, "gone", CONFIG, retry_s=20.0)
+    waiting = asyncio.create_task(replay.draw(30.0))
+    await asyncio.sleep(0.3)
+    server.kill()
+    waiting.cancel()
+    began = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert time.monotonic() - began < 5.0
+    await replay.close()
 
 
 async def test_fewer_draws_than_the_run_before_forget_what_was_trained(server):

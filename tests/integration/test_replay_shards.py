@@ -121,6 +121,28 @@ async def test_a_draw_that_one_shard_cannot_serve_takes_nothing_from_the_others(
     assert (await replay.stats()).num_leased == 0
 
 
+async def test_draws_that_failed_do_not_count_against_the_groups_of_other_shards():
+    replay, shards = on_memory()
+    for slot in await shards[0].admit(2, v(0), SOON_S):
+        await shards[0].add(slot, build_group(slot))
+    for _ in range(6):
+        with pytest.raises(WaitTimeout):
+            await replay.draw(SOON_S)
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.dropped) == (2, {})
+
+
+async def test_a_draw_ahead_after_half_a_lease_expired_is_refused():
+    replay, shards = on_memory(ReplayConfig(**CONFIG.model_dump() | {"max_staleness": 3}))
+    await fill(replay, 12)
+    first = await replay.draw(AMPLE_S)
+    await shards[1].release(replay._parts[first.lease_id][1])  # as if it had expired
+    with pytest.raises(LeaseExpired, match="shard"):
+        await replay.draw(SOON_S)
+    await replay.release(first)
+    assert (await replay.draw(AMPLE_S)).version == 0
+
+
 async def test_shards_at_two_versions_come_together_at_the_next_draw():
     replay, shards = on_memory(ReplayConfig(**CONFIG.model_dump() | {"max_staleness": 3}))
     await fill(replay, 12)

@@ -281,3 +281,9 @@ async def test_a_closed_queue_tells_everybody():
 def test_a_buffer_smaller_than_a_step_is_refused():
     with pytest.raises(ValueError, match="max_groups = 3 must be at least groups_per_step = 4"):
         ReplayConfig(groups_per_step=4, max_groups=3)
+
+
+def test_a_url_that_cannot_be_split_does_not_show_its_password():
+    with pytest.raises(ConfigurationError, match="percent-encode") as caught:
+        parse_url("redis://:secretpw\uff0fx@localhost")
+    assert "secretpw" not in str(caught.value)
