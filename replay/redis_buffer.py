@@ -25,9 +25,20 @@ from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Command, Link, ScriptSet
 from leeway.replay.errors import LeaseExpired, StoreError
 from leeway.replay.keys import replay_prefix
-from leeway.replay.limiter import limiter_of
+from leeway.replay.redis_replies import (
+    AdmitReply,
+    DrawReply,
+    Record,
+    StatsReply,
+    for_scripts,
+    pairs,
+    seconds,
+    shape,
+    to_record,
+    to_stats,
+)
 from leeway.replay.schema import PolicyVersion
-from leeway.replay.store import Held, RefusalReason, ReplayStats, Slot, Waiting
+from leeway.replay.store import ReplayStats, Slot
 from leeway.replay.stored import Drawn, Entry, Leased, StoredGroup
 from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
 
@@ -35,9 +46,6 @@ T = TypeVar("T")
 
 PRELUDE: Final = ("rule", "select", "base")
 """What every script of the buffer starts with."""
-
-INFINITE: Final = 1e308
-"""JSON has no infinity; scripts take what is above 1e300 for it."""
 
 MAX_BATCH_BYTES: Final = 2**20
 """Payloads of one script that adds groups; more would hold the server up."""
@@ -49,80 +57,6 @@ ORPHAN_MS: Final = 60_000
 """How long a payload lives whose script never came."""
 
 
-class _Record(msgspec.Struct, array_like=True):
-    version: int
-    newest: int
-    arrival: int
-    draws: int
-    returns: int
-    size: int
-    priority: float
-    shape: str
-
-
-class _AdmitReply(msgspec.Struct):
-    granted: list[str] = []
-    reason: RefusalReason = "window"
-    learner_version: int = 0
-    next_version: int = 0
-    num_groups: int = 0
-    num_slots: int = 0
-    num_bytes: int = 0
-    largest: int = 0
-    inserts: int = 0
-    samples: int = 0
-    outstanding: list[int] = []
-    expires_in_ms: float | None = None
-    signal: str = "0-0"
-
-
-class _DrawReply(msgspec.Struct):
-    version: int
-    ramp_version: int = 0
-    ids: list[str] = []
-    missing: int = 0
-    blocking_until: int | None = None
-    is_limited: bool = False
-    num_stored: int = 0
-    largest: int = 0
-    inserts: int = 0
-    samples: int = 0
-    playing: list[int] = []
-    awaited: list[str] = []
-    expires_in_ms: float | None = None
-    signal: str = "0-0"
-
-
-class _State(msgspec.Struct):
-    learner_version: int
-    paused: bool
-    num_slots: int
-    num_ready: int
-    num_stored: int
-    num_bytes: int
-    num_admitted: int
-    num_added: int
-    num_drawn: int
-    num_trained: int
-    num_slots_expired: int
-    num_leases_expired: int
-    outstanding: list[int]
-    wait_room_ms: float
-    wait_data_ms: float
-    play_ms: float
-    train_ms: float
-
-
-class _StatsReply(msgspec.Struct):
-    state: _State
-    dropped: list[str]
-    dropped_turns: list[str]
-    dropped_tokens: list[str]
-    waits: list[Waiting]
-    playing: list[Held]
-    training: list[Held]
-
-
 class RedisBuffer:
     """One shard. Nothing here waits but for Redis; every call is harmless to repeat."""
 
@@ -130,7 +64,7 @@ class RedisBuffer:
         self._link = link
         self.prefix = replay_prefix(run, shard)
         self._scripts = ScriptSet(link, self.prefix, PRELUDE)
-        self._config = _for_scripts(config)
+        self._config = for_scripts(config)
         self._adding = Batches(self._add_all, MAX_BATCH_BYTES, MAX_BATCH)
         self._orphan_ms = int(config.slot_timeout_s * 1000) + ORPHAN_MS
 
@@ -143,7 +77,7 @@ class RedisBuffer:
         """Between 1 and all of the slots. `callers` is a report of callers.py, to be noted."""
         reply = await self._run(
             "admit",
-            _AdmitReply,
+            AdmitReply,
             slot_ids=slot_ids,
             version=NO_ENGINE if version is None else version,
             callers=callers,
@@ -161,8 +95,8 @@ class RedisBuffer:
             largest=reply.largest,
             inserts=reply.inserts,
             samples=reply.samples,
-            outstanding=_pairs(reply.outstanding),
-            expires_in_s=_seconds(reply.expires_in_ms),
+            outstanding=pairs(reply.outstanding),
+            expires_in_s=seconds(reply.expires_in_ms),
             signal=reply.signal,
         )
 
@@ -190,7 +124,7 @@ class RedisBuffer:
             oldest=[entry.oldest for entry in entries],
             newest=[entry.newest for entry in entries],
             priorities=[entry.priority for entry in entries],
-            shapes=[_shape(entry.trajectories) for entry in entries],
+            shapes=[shape(entry.trajectories) for entry in entries],
         )
         return [outcome.decode() for outcome in outcomes]
 
@@ -217,7 +151,7 @@ class RedisBuffer:
         """Lease one step's groups; `callers` as in admit."""
         reply = await self._run(
             "draw",
-            _DrawReply,
+            DrawReply,
             lease_id=lease_id,
             callers=callers,
         )
@@ -232,9 +166,9 @@ class RedisBuffer:
             largest=reply.largest,
             inserts=reply.inserts,
             samples=reply.samples,
-            playing=_pairs(reply.playing),
+            playing=pairs(reply.playing),
             awaited=reply.awaited,
-            expires_in_s=_seconds(reply.expires_in_ms),
+            expires_in_s=seconds(reply.expires_in_ms),
             signal=reply.signal,
         )
 
@@ -274,7 +208,7 @@ class RedisBuffer:
         """A snapshot, by one script."""
         # Without limits: somebody who looks must not set those of the run.
         packed: bytes = await self._call("stats", config=None)
-        return _to_stats(msgspec.msgpack.decode(packed, type=_StatsReply))
+        return to_stats(msgspec.msgpack.decode(packed, type=StatsReply))
 
     async def records(self) -> dict[str, StoredGroup]:
         """Every stored group's record by id, earliest arrival first."""
@@ -283,7 +217,7 @@ class RedisBuffer:
         )[0]
         pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
         records = {
-            group_id.decode(): _to_record(msgspec.msgpack.decode(packed, type=_Record))
+            group_id.decode(): to_record(msgspec.msgpack.decode(packed, type=Record))
             for group_id, packed in pairs
         }
         return dict(sorted(records.items(), key=lambda item: item[1].arrival))
@@ -313,7 +247,7 @@ class RedisBuffer:
             draws=record.draws,
             returns=record.returns,
             priority=record.priority,
-            shape=_shape(record.trajectories),
+            shape=shape(record.trajectories),
         )
         if reply == b"no-payload":
             raise StoreError(f"Redis took no payload for group {group_id}")
@@ -340,88 +274,3 @@ class RedisBuffer:
 
     def _payload(self, group_id: str) -> str:
         return f"{self.prefix}payload:{group_id}"
-
-
-def _for_scripts(config: ReplayConfig) -> str:
-    """Today's limits, as every script gets them: JSON, which scripts compare as it is."""
-    limits: dict[str, Any] = {
-        "policy": config.staleness_policy,
-        "max_staleness": config.max_staleness,
-        "groups_per_step": config.groups_per_step,
-        "max_groups": config.max_groups,
-        "max_draws": config.max_draws,
-        "max_returns": config.max_returns,
-        "draw_by": config.draw_by,
-        "evict_by": config.evict_by,
-        "seed": config.seed,
-        "limiter": {
-            name: max(-INFINITE, min(INFINITE, number))
-            for name, number in limiter_of(config)._asdict().items()
-        },
-        "slot_timeout_ms": int(config.slot_timeout_s * 1000),
-        "lease_timeout_ms": int(config.lease_timeout_s * 1000),
-    }
-    if config.max_bytes is not None:
-        limits["max_bytes"] = int(config.max_bytes)
-    return msgspec.json.encode(limits).decode()
-
-
-def _to_stats(reply: _StatsReply) -> ReplayStats:
-    state = reply.state
-    dropped = zip(reply.dropped[::2], reply.dropped[1::2], strict=True)
-    return ReplayStats(
-        learner_version=PolicyVersion(state.learner_version),
-        num_slots=state.num_slots,
-        num_ready=state.num_ready,
-        num_leased=state.num_stored - state.num_ready,
-        num_bytes=state.num_bytes,
-        admission_paused=state.paused,
-        num_admitted=state.num_admitted,
-        num_added=state.num_added,
-        num_drawn=state.num_drawn,
-        num_trained=state.num_trained,
-        num_slots_expired=state.num_slots_expired,
-        num_leases_expired=state.num_leases_expired,
-        dropped={reason: int(n) for reason, n in dropped},
-        dropped_turns=_by_reason(reply.dropped_turns),
-        dropped_tokens=_by_reason(reply.dropped_tokens),
-        outstanding=_pairs(state.outstanding),
-        wait_room_s=state.wait_room_ms / 1000,
-        play_s=state.play_ms / 1000,
-        wait_data_s=state.wait_data_ms / 1000,
-        train_s=state.train_ms / 1000,
-        waits=tuple(reply.waits),
-        slots=tuple(reply.playing),
-        leases=tuple(reply.training),
-    )
-
-
-def _shape(trajectories: Sequence[tuple[int, int]]) -> str:
-    """Turns and tokens of each: [(2, 310), (4, 782)] -> "2x310 4x782"."""
-    return " ".join(f"{turns}x{tokens}" for turns, tokens in trajectories)
-
-
-def _to_record(record: _Record) -> StoredGroup:
-    pairs = (part.split("x") for part in record.shape.split())
-    trajectories = [(int(turns), int(tokens)) for turns, tokens in pairs]
-    fields = {name: getattr(record, name) for name in _Record.__struct_fields__ if name != "shape"}
-    return StoredGroup(**fields, trajectories=trajectories)
-
-
-def _by_reason(flat: list[str]) -> dict[str, dict[int, int]]:
-    """["overdue 4", "7"] -> {"overdue": {4: 7}}"""
-    table: dict[str, dict[int, int]] = {}
-    for name, n in zip(flat[::2], flat[1::2], strict=True):
-        reason, _, number = name.rpartition(" ")
-        table.setdefault(reason, {})[int(number)] = int(n)
-    return {reason: dict(sorted(row.items())) for reason, row in sorted(table.items())}
-
-
-def _pairs(flat: list[int]) -> dict[int, int]:
-    """[4, 1, 5, 3] -> {4: 1, 5: 3}"""
-    return dict(sorted(zip(flat[::2], flat[1::2], strict=True)))
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    """Two milliseconds late, so that the expiry is past when the next script asks the clock."""
-    return None if milliseconds is None else max(milliseconds + 2, 2) / 1000

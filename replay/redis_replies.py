@@ -1,0 +1,176 @@
+"""What the scripts of the buffer are told, and what they reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from leeway.replay.config import ReplayConfig
+from leeway.replay.limiter import limiter_of
+from leeway.replay.schema import PolicyVersion
+from leeway.replay.store import Held, RefusalReason, ReplayStats, Waiting
+from leeway.replay.stored import StoredGroup
+
+INFINITE: Final = 1e308
+"""JSON has no infinity; scripts take what is above 1e300 for it."""
+
+
+class Record(msgspec.Struct, array_like=True):
+    version: int
+    newest: int
+    arrival: int
+    draws: int
+    returns: int
+    size: int
+    priority: float
+    shape: str
+
+
+class AdmitReply(msgspec.Struct):
+    granted: list[str] = []
+    reason: RefusalReason = "window"
+    learner_version: int = 0
+    next_version: int = 0
+    num_groups: int = 0
+    num_slots: int = 0
+    num_bytes: int = 0
+    largest: int = 0
+    inserts: int = 0
+    samples: int = 0
+    outstanding: list[int] = []
+    expires_in_ms: float | None = None
+    signal: str = "0-0"
+
+
+class DrawReply(msgspec.Struct):
+    version: int
+    ramp_version: int = 0
+    ids: list[str] = []
+    missing: int = 0
+    blocking_until: int | None = None
+    is_limited: bool = False
+    num_stored: int = 0
+    largest: int = 0
+    inserts: int = 0
+    samples: int = 0
+    playing: list[int] = []
+    awaited: list[str] = []
+    expires_in_ms: float | None = None
+    signal: str = "0-0"
+
+
+class State(msgspec.Struct):
+    learner_version: int
+    paused: bool
+    num_slots: int
+    num_ready: int
+    num_stored: int
+    num_bytes: int
+    num_admitted: int
+    num_added: int
+    num_drawn: int
+    num_trained: int
+    num_slots_expired: int
+    num_leases_expired: int
+    outstanding: list[int]
+    wait_room_ms: float
+    wait_data_ms: float
+    play_ms: float
+    train_ms: float
+
+
+class StatsReply(msgspec.Struct):
+    state: State
+    dropped: list[str]
+    dropped_turns: list[str]
+    dropped_tokens: list[str]
+    waits: list[Waiting]
+    playing: list[Held]
+    training: list[Held]
+
+
+def for_scripts(config: ReplayConfig) -> str:
+    """Today's limits, as every script gets them: JSON, which scripts compare as it is."""
+    limits: dict[str, Any] = {
+        "policy": config.staleness_policy,
+        "max_staleness": config.max_staleness,
+        "groups_per_step": config.groups_per_step,
+        "max_groups": config.max_groups,
+        "max_draws": config.max_draws,
+        "max_returns": config.max_returns,
+        "draw_by": config.draw_by,
+        "evict_by": config.evict_by,
+        "seed": config.seed,
+        "limiter": {
+            name: max(-INFINITE, min(INFINITE, number))
+            for name, number in limiter_of(config)._asdict().items()
+        },
+        "slot_timeout_ms": int(config.slot_timeout_s * 1000),
+        "lease_timeout_ms": int(config.lease_timeout_s * 1000),
+    }
+    if config.max_bytes is not None:
+        limits["max_bytes"] = int(config.max_bytes)
+    return msgspec.json.encode(limits).decode()
+
+
+def to_stats(reply: StatsReply) -> ReplayStats:
+    state = reply.state
+    dropped = zip(reply.dropped[::2], reply.dropped[1::2], strict=True)
+    return ReplayStats(
+        learner_version=PolicyVersion(state.learner_version),
+        num_slots=state.num_slots,
+        num_ready=state.num_ready,
+        num_leased=state.num_stored - state.num_ready,
+        num_bytes=state.num_bytes,
+        admission_paused=state.paused,
+        num_admitted=state.num_admitted,
+        num_added=state.num_added,
+        num_drawn=state.num_drawn,
+        num_trained=state.num_trained,
+        num_slots_expired=state.num_slots_expired,
+        num_leases_expired=state.num_leases_expired,
+        dropped={reason: int(n) for reason, n in dropped},
+        dropped_turns=by_reason(reply.dropped_turns),
+        dropped_tokens=by_reason(reply.dropped_tokens),
+        outstanding=pairs(state.outstanding),
+        wait_room_s=state.wait_room_ms / 1000,
+        play_s=state.play_ms / 1000,
+        wait_data_s=state.wait_data_ms / 1000,
+        train_s=state.train_ms / 1000,
+        waits=tuple(reply.waits),
+        slots=tuple(reply.playing),
+        leases=tuple(reply.training),
+    )
+
+
+def shape(trajectories: Sequence[tuple[int, int]]) -> str:
+    """Turns and tokens of each: [(2, 310), (4, 782)] -> "2x310 4x782"."""
+    return " ".join(f"{turns}x{tokens}" for turns, tokens in trajectories)
+
+
+def to_record(record: Record) -> StoredGroup:
+    pairs = (part.split("x") for part in record.shape.split())
+    trajectories = [(int(turns), int(tokens)) for turns, tokens in pairs]
+    fields = {name: getattr(record, name) for name in Record.__struct_fields__ if name != "shape"}
+    return StoredGroup(**fields, trajectories=trajectories)
+
+
+def by_reason(flat: list[str]) -> dict[str, dict[int, int]]:
+    """["overdue 4", "7"] -> {"overdue": {4: 7}}"""
+    table: dict[str, dict[int, int]] = {}
+    for name, n in zip(flat[::2], flat[1::2], strict=True):
+        reason, _, number = name.rpartition(" ")
+        table.setdefault(reason, {})[int(number)] = int(n)
+    return {reason: dict(sorted(row.items())) for reason, row in sorted(table.items())}
+
+
+def pairs(flat: list[int]) -> dict[int, int]:
+    """[4, 1, 5, 3] -> {4: 1, 5: 3}"""
+    return dict(sorted(zip(flat[::2], flat[1::2], strict=True)))
+
+
+def seconds(milliseconds: float | None) -> float | None:
+    """Two milliseconds late, so that the expiry is past when the next script asks the clock."""
+    return None if milliseconds is None else max(milliseconds + 2, 2) / 1000
