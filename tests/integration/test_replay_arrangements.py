@@ -133,7 +133,7 @@ async def test_sentinel_leads_to_the_master_and_to_the_one_after_it(tmp_path, sc
         async with linked(url) as link:
             wakeups = Wakeups(link, f"{PREFIX}stream")
             await link.execute(("SET", KEY, "first"), ("WAIT", 1, 2000))
-            waiting = asyncio.create_task(wakeups.wait(wakeups.seen, 15.0))
+            waiting = asyncio.create_task(wakeups.wait(wakeups.heard, 15.0))
             await asyncio.sleep(0.1)
             first.kill()
             assert await link.execute(("SET", KEY, "second")) == [b"OK"]
@@ -141,7 +141,7 @@ async def test_sentinel_leads_to_the_master_and_to_the_one_after_it(tmp_path, sc
             assert await link.call(lambda: link.client.get(KEY)) == b"second"
             await link.execute(("XADD", f"{PREFIX}stream", "*", "a", "b"))
             await waiting
-            assert wakeups.seen != "0-0"
+            assert wakeups.heard != "0-0"
             await wakeups.close()
         assert second.command("GET", KEY) == b"second"
 
@@ -157,7 +157,7 @@ async def test_a_cluster_runs_each_call_where_its_keys_lie(cluster, scripts):
         assert replies == [prefix.encode() for prefix in prefixes]
         assert await link.execute(("SET", KEY, "1"), ("GET", KEY)) == [b"OK", b"1"]
         wakeups = Wakeups(link, f"{PREFIX}stream")
-        waiting = asyncio.create_task(wakeups.wait(wakeups.seen, 10.0))
+        waiting = asyncio.create_task(wakeups.wait(wakeups.heard, 10.0))
         await link.execute(("XADD", f"{PREFIX}stream", "*", "a", "b"))
         await waiting
         await wakeups.close()
