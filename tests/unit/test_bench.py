@@ -189,9 +189,10 @@ def test_a_job_that_hangs_fails_the_bench_at_its_deadline(
 
 
 def test_a_crew_leaves_no_process_behind():
+    before = {child.pid for child in multiprocessing.active_children()}  # an engine of the session
     with replay_crew.Crew() as crew:
         assert crew.alone(NOTHING) == 0
-    assert multiprocessing.active_children() == []
+    assert {child.pid for child in multiprocessing.active_children()} <= before
 
 
 # --- what is shown ---
