@@ -26,7 +26,7 @@ from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 
 CPU = torch.device("cpu")
-HEARTBEAT_S, TIMEOUT_S = 0.2, 1.5
+HEARTBEAT_S, TIMEOUT_S = 0.4, 1.5
 V1, V2, V3 = PolicyVersion(1), PolicyVersion(2), PolicyVersion(3)
 
 
