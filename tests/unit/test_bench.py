@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
+import pickle
 import subprocess
 import sys
 import types
@@ -22,7 +24,14 @@ from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Slot
 from leeway.replay.synthetic import build_group
 from leeway.services import cli
-from leeway.services.bench import ctn, logprob, objective, replay, replay_crew
+from leeway.services.bench import (
+    ctn,
+    logprob,
+    objective,
+    replay,
+    replay_baselines,
+    replay_crew,
+)
 from leeway.services.bench.replay_baselines import record
 from leeway.services.bench.report import json_line, plain_table
 from leeway.services.bench.result import BenchResult
@@ -186,6 +195,14 @@ def test_a_job_that_hangs_fails_the_bench_at_its_deadline(
     monkeypatch.setattr(replay_crew, "JOB_TIMEOUT_S", 0.5)
     with pytest.raises(WaitTimeout, match=r"producers did not end in 0\.5 s"):
         crew.alone(WAIT)
+
+
+def test_a_pickle_that_names_something_to_run_is_refused():
+    data = pickle.dumps(print)
+    with pytest.raises(pickle.UnpicklingError, match=r"names builtins\.print"):
+        replay_baselines._ListsOnly(io.BytesIO(data)).load()
+    kept = {"token_ids": [1, 2], "reward": 0.5, "scores": {"exact_match": 1.0}}
+    assert replay_baselines._ListsOnly(io.BytesIO(pickle.dumps(kept))).load() == kept
 
 
 def test_a_crew_leaves_no_process_behind():
