@@ -21,7 +21,8 @@ if type(packed_state) == 'string' then
   S = cmsgpack.unpack(packed_state)
 elseif packed_state == false then
   S = {
-    layout = LAYOUT, room_signal = '0-0', data_signal = '0-0', now = 0, ahead = 0, paused = false, learner_version = 0, ramp_version = 0,
+    layout = LAYOUT, room_signal = '0-0', data_signal = '0-0', now = 0, ahead = 0,
+    paused = false, learner_version = 0, ramp_version = 0,
     sequence = 0, virtual = 0, evicted_at = 0, num_bytes = 0, leased_bytes = 0, largest = 0,
     num_slots = 0, num_stored = 0, num_leases = 0, playing = {}, ready = {}, leased = {},
     inserts = 0, samples = 0, num_admitted = 0, num_added = 0, num_drawn = 0, num_trained = 0,
@@ -61,7 +62,11 @@ end
 local function in_parts(values, command, name)
   for i = 1, #values, 1000 do
     local last = math.min(#values, i + 999)
-    if name then call(command, name, unpack(values, i, last)) else call(command, unpack(values, i, last)) end
+    if name then
+      call(command, name, unpack(values, i, last))
+    else
+      call(command, unpack(values, i, last))
+    end
   end
 end
 
