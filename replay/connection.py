@@ -181,7 +181,9 @@ class Link:
         self.client: Any = build_client(parsed, MAX_CONNECTIONS)
         # A cluster's nodes have no bound that blocking reads could use up.
         is_cluster = parsed.kind == "cluster"
-        self._carrier: Any = self.client if is_cluster else build_client(parsed, MAX_PIPELINES)
+        self._carrier: Any = (
+            self.client if is_cluster else build_client(parsed, MAX_PIPELINES, carries=True)
+        )
         self._pipelines = Pipelines(build_carry(self._carrier))
         self._packer = redis.asyncio.Connection(protocol=2)  # never connected
 
@@ -189,8 +191,9 @@ class Link:
         """Replies of the commands, run one behind another on one connection.
 
         What is executed in the same turn of the event loop travels as one pipeline. Replies come as
-        Redis sends them: bytes, int, list or None. Raises the error of the first command that
-        Redis refuses; those behind it have run all the same.
+        Redis sends them: bytes, int, list or None; a large one of GET is a memoryview of its bytes.
+        Raises the error of the first command that Redis refuses; those behind it have run all the
+        same.
 
         On a cluster the keys of one call lie in one slot. While Redis gives no answer the commands
         are sent again, until `retry_s` have passed. They may have run already, so they must be

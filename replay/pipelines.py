@@ -46,7 +46,10 @@ class PipelineCall:
         """Hand the replies over, or the first error among them."""
         if self.result.done():  # cancelled
             return
-        for command, reply in zip(self.commands, replies, strict=True):
+        for i, command in enumerate(self.commands):
+            reply = replies[i]
+            if isinstance(reply, memoryview) and command[0] != "GET":
+                replies[i] = bytes(reply)
             # The replies of a transaction come within that of EXEC.
             is_filled = command[0] == "EXEC" and reply and not isinstance(reply, Exception)
             within: Any = reply if is_filled else ()

@@ -227,7 +227,7 @@ class RedisBuffer:
         for start in range(0, len(ids), 16):
             gets = [("GET", self._payload(group_id)) for group_id in ids[start : start + 16]]
             for payload in await self._link.execute(*gets):
-                yield payload
+                yield None if payload is None else bytes(payload)
 
     async def put_back(
         self, group_id: str, record: StoredGroup, payload: bytes

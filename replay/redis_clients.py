@@ -1,12 +1,13 @@
 """The clients of the redis library, and how pipelines travel over their connections."""
 
 # redis-py leaves its keyword arguments untyped.
-# pyright: reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Final
 
 import redis
@@ -30,6 +31,7 @@ from redis.retry import Retry
 
 from leeway.replay.pipelines import Carry, Command, PipelineCall
 from leeway.replay.redis_urls import RedisUrl
+from leeway.replay.wire import WireParser
 
 SOCKET_TIMEOUT_S: Final = 10.0
 """Longest silence of a connection before it counts as lost; longer than any blocking read."""
@@ -70,8 +72,11 @@ def ping(parsed: RedisUrl) -> None:
         client.ping()
 
 
-def build_client(parsed: RedisUrl, max_connections: int) -> Any:
-    """An asynchronous client. Callers beyond `max_connections` take turns, but for a cluster."""
+def build_client(parsed: RedisUrl, max_connections: int, carries: bool = False) -> Any:
+    """An asynchronous client. Callers beyond `max_connections` take turns, but for a cluster.
+
+    `carries`: its connections are for `build_carry`.
+    """
     silence: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
@@ -90,6 +95,7 @@ def build_client(parsed: RedisUrl, max_connections: int) -> Any:
         "db": parsed.db,
         "max_connections": max_connections,
         "timeout": SOCKET_TIMEOUT_S,
+        **({"parser_class": WireParser} if carries else {}),
     }
     if parsed.kind == "sentinel":
         for_sentinels = silence | tls | parsed.sentinel_options
@@ -135,10 +141,8 @@ class PoolCarry:
     async def __call__(self, calls: list[PipelineCall]) -> None:
         connection = await self._pool.get_connection()
         try:
-            await connection.send_packed_command(_packed(calls))
             is_read_only = False
-            for call in calls:
-                replies = await _replies(connection, len(call.commands))
+            for call, replies in await _exchange(connection, calls):
                 call.settle(replies)
                 is_read_only = is_read_only or any(map(_says_read_only, replies))
             if is_read_only:
@@ -189,9 +193,7 @@ class ClusterCarry:
         asked: list[tuple[PipelineCall, AskError]] = []
         connection = node.acquire_connection()
         try:
-            await connection.send_packed_command(_packed(calls))
-            for call in calls:
-                replies = await _replies(connection, len(call.commands))
+            for call, replies in await _exchange(connection, calls):
                 redirection = next(
                     (reply for reply in replies if isinstance(reply, AskError)), None
                 )
@@ -214,26 +216,33 @@ class ClusterCarry:
             return call.fail(redirection)
         commands = [each for command in call.commands for each in (("ASKING",), command)]
         connection = node.acquire_connection()
+        asked = PipelineCall(commands, connection.pack_commands(commands), call.result)
         try:
-            await connection.send_packed_command(connection.pack_commands(commands))
-            call.settle((await _replies(connection, len(commands)))[1::2])
+            ((_, replies),) = await _exchange(connection, [asked])
+            call.settle(replies[1::2])
         finally:
             node.release(connection)
 
 
-def _packed(calls: list[PipelineCall]) -> list[bytes]:
-    return [part for call in calls for part in call.packed]
+async def _exchange(
+    connection: Any, calls: list[PipelineCall]
+) -> list[tuple[PipelineCall, list[Any]]]:
+    """Each call's replies; what Redis refused is among them as an exception.
 
-
-async def _replies(connection: Any, num_replies: int) -> list[Any]:
-    """The next replies; what Redis refused is among them as an exception."""
-    replies: list[Any] = []
-    for _ in range(num_replies):
-        try:
-            replies.append(await connection.read_response())
-        except ResponseError as error:
-            replies.append(error)
-    return replies
+    A connection whose replies did not all come is closed: the next caller would read them as its
+    own.
+    """
+    if not connection.is_connected:  # a new one of a cluster; a pool hands out what is connected
+        connection.set_parser(WireParser)
+        await connection.connect()
+    packed = [part for call in calls for part in call.packed]
+    num_replies = sum(len(call.commands) for call in calls)
+    try:
+        replies = iter(await connection._parser.exchange(packed, num_replies, SOCKET_TIMEOUT_S))
+    except BaseException:
+        await connection.disconnect(nowait=True)
+        raise
+    return [(call, list(islice(replies, len(call.commands)))) for call in calls]
 
 
 def _says_read_only(reply: Any) -> bool:

@@ -55,7 +55,7 @@ class Drawn(msgspec.Struct, frozen=True):
     version: int
     ramp_version: int
     ids: list[str]
-    payloads: list[bytes]
+    payloads: list[bytes | memoryview]
 
 
 def entry_of(group: Group) -> Entry:

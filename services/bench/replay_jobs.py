@@ -110,8 +110,8 @@ def _filler(load: Load, is_bare: bool) -> Callable[[Slot], Any]:
     return lambda slot: msgspec.structs.replace(group, group_id=slot.slot_id)
 
 
-def _size(group: Group | bytes) -> int:
-    if isinstance(group, bytes):
+def _size(group: Group | bytes | memoryview) -> int:
+    if not isinstance(group, Group):
         return len(group)
     return sum(len(trajectory.token_ids) for trajectory in group.trajectories)
 
