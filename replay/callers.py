@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from leeway.replay.chain import Side
@@ -38,7 +39,26 @@ class Callers:
             "name": self.name,
             "side": self.side,
             "num": num,
+            "asking": 1,
             "age_ms": 1000 * max(ages, default=0.0),
             "total_ms": 1000 * (self._ended_s + own_s),
             "has_waited": wait in self._since_s,
         }
+
+
+def together(reports: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """The report of callers of one process that try at once; None where nobody tells anything.
+
+    Two callers wait and one of them tries again, with two new ones: 1 waits, 3 ask.
+    """
+    told = [report for report in reports if report is not None]
+    if not told:
+        return None
+    return {
+        **told[0],
+        "num": min(report["num"] for report in told),
+        "asking": sum(report["asking"] for report in told),
+        "age_ms": max(report["age_ms"] for report in told),
+        "total_ms": max(report["total_ms"] for report in told),
+        "has_waited": any(report["has_waited"] for report in told),
+    }

@@ -41,14 +41,15 @@ def replay_prefix(run: str, shard: int = 0) -> str:
     """What every key of a shard of the buffer starts with: leeway:{first}:, leeway:{first/1}:.
 
     state            msgpack: counters, version window, virtual times; see lua/base.lua
-    slots, slot      sorted set by the ms at which each expires; hash of its version, age, ceiling
+    slots            sorted set of "id version" by the ms at which each expires
+    ceilings         hash: slot -> newest version its group may hold, where the learner resumed
     groups           hash: group id -> record, a StoredGroup
     payload:ID       string: the encoded group
     ready, again     sorted sets by (version, arrival): groups never trained, trained before
     pick, evict      sorted sets by draw_by and evict_by, where those are not fifo
-    leases, lease    as slots and slot, of draws
-    added            sorted set of ids by time: makes a repeated add harmless
-    acknowledged     the same for leases
+    leases, lease    sorted set of ids by the ms at which each expires; hash of what each holds
+    added:HOUR       set of the ids of an hour: makes a repeated add harmless
+    acknowledged     sorted set of leases by time: makes a repeated acknowledge harmless
     dropped          hash: reason -> groups; dropped_turns, dropped_tokens: "reason number"
                      -> trajectories of so many turns, of at most so many tokens
     waits            hash: caller -> why and since when it waits

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from leeway.replay.batches import Batches
+from leeway.replay.callers import together
 from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Command, Link, ScriptSet
 from leeway.replay.errors import LeaseExpired, StoreError
@@ -57,6 +58,14 @@ ORPHAN_MS: Final = 60_000
 """How long a payload lives whose script never came."""
 
 
+class _Request(msgspec.Struct, frozen=True):
+    """Slots that one caller asks for."""
+
+    slot_ids: Sequence[str]
+    version: PolicyVersion | None
+    callers: Mapping[str, Any] | None
+
+
 class RedisBuffer:
     """One shard. Nothing here waits but for Redis; every call is harmless to repeat."""
 
@@ -65,6 +74,7 @@ class RedisBuffer:
         self.prefix = replay_prefix(run, shard)
         self._scripts = ScriptSet(link, self.prefix, PRELUDE)
         self._config = for_scripts(config)
+        self._admitting = Batches(self._admit_all, MAX_BATCH_BYTES, MAX_BATCH)
         self._adding = Batches(self._add_all, MAX_BATCH_BYTES, MAX_BATCH)
         self._orphan_ms = int(config.slot_timeout_s * 1000) + ORPHAN_MS
 
@@ -74,7 +84,39 @@ class RedisBuffer:
         version: PolicyVersion | None,
         callers: Mapping[str, Any] | None = None,
     ) -> list[Slot] | Refusal:
-        """Between 1 and all of the slots. `callers` is a report of callers.py, to be noted."""
+        """Between 1 and all of the slots. `callers` is a report of callers.py, to be noted.
+
+        What is asked for in the same turn of the event loop is asked by one script, and granted in
+        the order in which it was asked.
+        """
+        return await self._admitting.call(_Request(slot_ids, version, callers), 0)
+
+    async def _admit_all(self, batch: Sequence[_Request]) -> list[list[Slot] | Refusal]:
+        outcomes: dict[int, list[Slot] | Refusal] = {}
+        while waiting := [i for i in range(len(batch)) if i not in outcomes]:
+            version = batch[waiting[0]].version
+            asking = [i for i in waiting if batch[i].version == version]
+            outcome = await self._admit_ids(
+                [slot_id for i in asking for slot_id in batch[i].slot_ids],
+                version,
+                together([batch[i].callers for i in asking]),
+            )
+            if isinstance(outcome, Refusal):
+                outcomes |= dict.fromkeys(asking, outcome)
+                continue
+            granted = {slot.slot_id: slot for slot in outcome}
+            for i in asking:
+                slots = [granted[i] for i in batch[i].slot_ids if i in granted]
+                if slots:
+                    outcomes[i] = slots
+        return [outcomes[i] for i in range(len(batch))]
+
+    async def _admit_ids(
+        self,
+        slot_ids: Sequence[str],
+        version: PolicyVersion | None,
+        callers: Mapping[str, Any] | None,
+    ) -> list[Slot] | Refusal:
         reply = await self._run(
             "admit",
             AdmitReply,
@@ -100,26 +142,27 @@ class RedisBuffer:
             signal=reply.signal,
         )
 
-    async def add(self, slot_id: str, entry: Entry) -> Literal["added", "dropped", "expired"]:
+    async def add(self, slot: Slot, entry: Entry) -> Literal["added", "dropped", "expired"]:
         """Fill a slot. `dropped`: it holds tokens of a version that was lost in a crash.
 
         Groups that come in the same turn of the event loop go in by one script.
         """
-        outcome = await self._adding.call((slot_id, entry), len(entry.payload))
+        outcome = await self._adding.call((slot, entry), len(entry.payload))
         if outcome == "added" or outcome == "dropped" or outcome == "expired":
             return outcome
-        raise StoreError(f"Redis took no payload for group {slot_id}: {outcome}")
+        raise StoreError(f"Redis took no payload for group {slot.slot_id}: {outcome}")
 
-    async def _add_all(self, batch: Sequence[tuple[str, Entry]]) -> list[str]:
+    async def _add_all(self, batch: Sequence[tuple[Slot, Entry]]) -> list[str]:
         sets: list[Command] = [
-            ("SET", self._payload(slot_id), entry.payload, "NX", "PX", self._orphan_ms)
-            for slot_id, entry in batch
+            ("SET", self._payload(slot.slot_id), entry.payload, "NX", "PX", self._orphan_ms)
+            for slot, entry in batch
         ]
         entries = [entry for _, entry in batch]
         outcomes: list[bytes] = await self._call(
             "add",
             sets,
-            ids=[slot_id for slot_id, _ in batch],
+            ids=[slot.slot_id for slot, _ in batch],
+            versions=[slot.version for slot, _ in batch],
             sizes=[len(entry.payload) for entry in entries],
             oldest=[entry.oldest for entry in entries],
             newest=[entry.newest for entry in entries],
@@ -128,9 +171,9 @@ class RedisBuffer:
         )
         return [outcome.decode() for outcome in outcomes]
 
-    async def drop(self, slot_id: str, reason: str) -> None:
+    async def drop(self, slot: Slot, reason: str) -> None:
         """Give a slot back unfilled."""
-        await self._call("drop", id=slot_id, reason=reason, config=None)
+        await self._call("drop", id=slot.slot_id, version=slot.version, reason=reason, config=None)
 
     async def draw(self, lease_id: str) -> Drawn | Shortage:
         """Lease one step's groups and read them."""

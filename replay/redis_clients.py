@@ -133,13 +133,15 @@ def build_carry(client: Any) -> Carry:
 
 
 class PoolCarry:
-    """Pipelines to one server."""
+    """Pipelines to one server. It keeps what the pool gave: to hand a connection back and ask for
+    it again costs more than the commands of a short pipeline."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._free: list[Any] = []
 
     async def __call__(self, calls: list[PipelineCall]) -> None:
-        connection = await self._pool.get_connection()
+        connection = await self._connected()
         try:
             is_read_only = False
             for call, replies in await _exchange(connection, calls):
@@ -148,8 +150,19 @@ class PoolCarry:
             if is_read_only:
                 # A master once, a replica now. Only a new connection can lead to the new master.
                 await connection.disconnect(nowait=True)
-        finally:
+        except BaseException:
             await self._pool.release(connection)
+            raise
+        self._free.append(connection)
+
+    async def _connected(self) -> Any:
+        """A connection that is up, with nothing unread."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.is_connected and not await connection.can_read():
+                return connection
+            await self._pool.release(connection)
+        return await self._pool.get_connection()
 
 
 class ClusterCarry:

@@ -105,12 +105,12 @@ class RedisReplay:
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
         check_fills(slot, group, self.config)
-        if await self.buffer.add(slot.slot_id, entry_of(group)) == "expired":
+        if await self.buffer.add(slot, entry_of(group)) == "expired":
             raise slot_expired(slot, self.config)
 
     async def drop(self, slot: Slot, reason: str) -> None:
         """See Replay."""
-        await self.buffer.drop(slot.slot_id, reason)
+        await self.buffer.drop(slot, reason)
 
     async def draw(self, timeout_s: float) -> Lease:
         """See Replay. While a lease is held, the next draw is for the version after it."""

@@ -193,6 +193,9 @@ def _write_config(home: Path, port: int, password: str) -> None:
         # Every group passes through the file, so it is rewritten often. What it holds does not
         # compress, and trying to takes a core from the draws meanwhile.
         "rdbcompression no",
+        # As a list, which Redis makes of small ones, a hash or sorted set is searched end to end.
+        "hash-max-ziplist-entries 16",
+        "zset-max-ziplist-entries 16",
         "auto-aof-rewrite-min-size 256mb",
         "maxmemory-policy noeviction",
     )

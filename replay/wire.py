@@ -16,8 +16,10 @@ It needs a transport of asyncio, whose protocol it takes over; TLS, Unix sockets
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection, BaseParser
@@ -29,6 +31,9 @@ it too and is copied, so it is not larger."""
 
 LARGE_BYTES: Final = 1 << 12
 """A text of this size that has not come whole is read into a buffer of its own."""
+
+MAX_VECTORS: Final = 1024
+"""Parts that one call of the system may write."""
 
 _CLOSED: Final = "Connection closed by server."
 _ERROR, _STATUS, _NUMBER, _TEXT, _LIST = b"-+:$*"
@@ -89,6 +94,9 @@ class _Wire(asyncio.BufferedProtocol):
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        is_plain = transport.get_extra_info("sslcontext") is None
+        self._descriptor = transport.get_extra_info("socket").fileno() if is_plain else None
+        """Of a socket that takes what is written as it is."""
         self._before = transport.get_protocol()
         """The library's. It goes on being told when the transport may be written to."""
         self._small = bytearray(SMALL_BYTES)
@@ -114,7 +122,16 @@ class _Wire(asyncio.BufferedProtocol):
         return self._error is not None or not is_read or bool(self._open)
 
     def send(self, packed: Sequence[bytes]) -> None:
-        self._transport.writelines(packed)
+        """Straight to the socket while nothing is queued before it: asyncio of Python 3.11 would
+        first copy all of it into one text."""
+        sent = 0
+        if self._descriptor is not None and not self._transport.get_write_buffer_size():
+            with suppress(BlockingIOError, InterruptedError):
+                sent = os.writev(self._descriptor, packed[:MAX_VECTORS])
+        for part in packed:
+            if sent < len(part):
+                self._transport.write(memoryview(part)[sent:])
+            sent = max(0, sent - len(part))
 
     def replies(self, num: int, silence_s: float | None) -> asyncio.Future[list[Any]]:
         """The next `num`; None lets the caller keep the deadline."""

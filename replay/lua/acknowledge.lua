@@ -18,7 +18,6 @@ for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
   local id, group = lease.ids[i], cmsgpack.unpack(packed)
   if group[DRAWS] == 0 then count(S.leased, group[VERSION], -1) end
   group[DRAWS] = group[DRAWS] + 1
-  S.leased_bytes = S.leased_bytes - group[SIZE]
   if group[DRAWS] < c.max_draws and group[VERSION] + c.max_staleness >= next_version() then
     write(id, group)
     put(id, group)

@@ -1,43 +1,51 @@
 -- Fill slots with the payloads that the commands before this script have set, to expire by
 -- themselves unless they are taken here. Arguments are lists of one number or text a group; oldest
 -- and newest are versions among its tokens. Returns one word for each.
-local ids, outcomes = arg.ids, {}
-local packed_slots = read_parts(ids, 'HMGET', key.slot)
+local ids, outcomes, members = arg.ids, {}, {}
+for i, id in ipairs(ids) do members[i] = slot_member(id, arg.versions[i]) end
+local expiries = read_parts(members, 'ZMSCORE', key.slots)
+local ceilings = S.has_ceilings and read_parts(ids, 'HMGET', key.ceilings) or {}
+
+-- Ids of an hour or two: a set for each hour, which expires as a whole.
+local hour = math.floor(now / REMEMBERED_MS)
+local added = key['added:'] .. hour
+local function was_added(id)
+  return call('SISMEMBER', added, id) == 1
+    or call('SISMEMBER', key['added:'] .. hour - 1, id) == 1
+end
 
 local function without_slot(id)
   if call('HEXISTS', key.groups, id) == 1 then return 'added' end
   call('UNLINK', key['payload:'] .. id)
-  return call('ZSCORE', key.added, id) and 'added' or 'expired'
+  return was_added(id) and 'added' or 'expired'
 end
 
 local filled, remembered = {}, {}
-local now_text = string.format('%d', now)  -- numbers are made text anew in every call
-local function fill(i, slot)
+local function fill(i, expiry)
   local id, newest = ids[i], arg.newest[i]
   local payload = key['payload:'] .. id
   -- Only a payload that was just set has a time to live to lose.
   if call('PERSIST', payload) == 0 then return 'no-payload' end
   local size = arg.sizes[i]
-  S.play_ms = S.play_ms + now - slot.since
-  remembered[#remembered + 1] = now_text
+  S.play_ms = S.play_ms + now - since(expiry)
   remembered[#remembered + 1] = id
-  if slot.ceiling and newest > slot.ceiling then
+  if ceilings[i] and newest > tonumber(ceilings[i]) then
     call('UNLINK', payload)
-    free_slot(id, slot)
+    free_slot(id, arg.versions[i])
     count_dropped('lost-version')
     return 'dropped'
   end
-  count(S.playing, slot.version, -1)
+  count(S.playing, arg.versions[i], -1)
   S.num_slots = S.num_slots - 1
   S.sequence = S.sequence + 1
   S.num_bytes = S.num_bytes + size
   S.largest = math.max(S.largest, size)
   -- What is dropped for its age is dropped for its real one; a schedule goes by the admission.
-  local version = c.policy == 'drop' and arg.oldest[i] or slot.version
+  local version = c.policy == 'drop' and arg.oldest[i] or arg.versions[i]
   local group = {
     version, newest, S.sequence, 0, 0, size, arg.priorities[i], arg.shapes[i]}
   count(S.ready, version, 1)
-  filled[#filled + 1] = {id, group}
+  filled[#filled + 1] = {i, group}
   return 'added'
 end
 
@@ -47,26 +55,28 @@ for i, id in ipairs(ids) do
     outcomes[i] = outcomes[is_done[id]]
   else
     is_done[id] = i
-    local packed = packed_slots[i]
-    outcomes[i] = packed and fill(i, cmsgpack.unpack(packed)) or without_slot(id)
+    outcomes[i] = expiries[i] and fill(i, tonumber(expiries[i])) or without_slot(id)
   end
 end
 
 if #remembered > 0 then
-  in_parts(remembered, 'ZADD', key.added)
-  if S.sequence % 64 < #ids then trim(key.added) end
+  in_parts(remembered, 'SADD', added)
+  if S.added_hour ~= hour then
+    call('PEXPIRE', added, 2 * REMEMBERED_MS)
+    S.added_hour = hour
+  end
 end
 if #filled > 0 then
-  local taken, records, places = {}, {}, {}
+  local taken, given, records, places = {}, {}, {}, {}
   for i, pair in ipairs(filled) do
-    local id, group = pair[1], pair[2]
-    taken[i] = id
+    local id, group = ids[pair[1]], pair[2]
+    taken[i], given[i] = members[pair[1]], id
     records[2 * i - 1], records[2 * i] = id, cmsgpack.pack(group)
     places[2 * i - 1], places[2 * i] = group[VERSION] * ARRIVALS + group[ARRIVAL], id
     if picks or evicts then rank(id, group) end
   end
   in_parts(taken, 'ZREM', key.slots)
-  in_parts(taken, 'HDEL', key.slot)
+  if S.has_ceilings then forget_ceilings(given) end
   in_parts(records, 'HSET', key.groups)
   in_parts(places, 'ZADD', key.ready)
   S.inserts = S.inserts + #filled

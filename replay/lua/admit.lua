@@ -1,10 +1,13 @@
 -- Grant up to #slot_ids slots at `version`, else say which bound holds them back.
-local granted = {}
-for i, packed in ipairs(read_parts(arg.slot_ids, 'HMGET', key.slot)) do
-  if packed then granted[#granted + 1] = arg.slot_ids[i] end
+local granted, members = {}, {}
+for i, id in ipairs(arg.slot_ids) do members[i] = slot_member(id, arg.version) end
+-- The same call, sent again because its reply was lost. What is granted begins with the first.
+if call('ZSCORE', key.slots, members[1]) then
+  for i, expiry in ipairs(read_parts(members, 'ZMSCORE', key.slots)) do
+    if expiry then granted[#granted + 1] = arg.slot_ids[i] end
+  end
+  return cmsgpack.pack({granted = granted})
 end
--- The same call, sent again because its reply was lost.
-if #granted > 0 then return cmsgpack.pack({granted = granted}) end
 
 if c.policy == 'drop' then drop_overdue() end
 local outstanding = counts(S.playing, S.ready)
@@ -23,10 +26,9 @@ end
 local capacity = c.max_groups - num_groups + evictable
 local bytes = room_for_bytes(S.num_bytes)
 if evictable > 0 and bytes < #arg.slot_ids then
-  local kept = S.leased_bytes
-  if c.policy ~= 'drop' then
-    kept = S.num_bytes
-    for _, id in ipairs(call('ZRANGE', key.again, 0, -1)) do kept = kept - record(id)[SIZE] end
+  local kept = S.num_bytes
+  for _, zset in ipairs(c.policy == 'drop' and {key.ready, key.again} or {key.again}) do
+    for _, id in ipairs(call('ZRANGE', zset, 0, -1)) do kept = kept - record(id)[SIZE] end
   end
   bytes = room_for_bytes(kept)
 end
@@ -94,16 +96,12 @@ if reason then
 end
 
 local expiry = now + c.slot_timeout_ms
-local slot = cmsgpack.pack({version = arg.version, since = now})
-local scores, records = {}, {}
+local expiry_text, scores = string.format('%d', expiry), {}
 for i = 1, n do
-  local id = arg.slot_ids[i]
-  granted[i] = id
-  scores[2 * i - 1], scores[2 * i] = expiry, id
-  records[2 * i - 1], records[2 * i] = id, slot
+  granted[i] = arg.slot_ids[i]
+  scores[2 * i - 1], scores[2 * i] = expiry_text, members[i]
 end
 in_parts(scores, 'ZADD', key.slots)
-in_parts(records, 'HSET', key.slot)
 expire_at(expiry)
 count(S.playing, arg.version, n)
 S.num_slots = S.num_slots + n

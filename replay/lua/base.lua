@@ -8,7 +8,7 @@ if redis.replicate_commands then redis.replicate_commands() end
 
 local call = redis.call
 
-local LAYOUT = 2                   -- of the keys and of what they hold
+local LAYOUT = 3                   -- of the keys and of what they hold
 local REMEMBERED_MS = 3600 * 1000  -- how long a repeated add or acknowledge is recognised
 
 -- Fields of a stored group's record, an array. The shape is text, since hardly anybody reads it:
@@ -23,7 +23,7 @@ elseif packed_state == false then
   S = {
     layout = LAYOUT, room_signal = '0-0', data_signal = '0-0', now = 0, ahead = 0,
     paused = false, learner_version = 0, ramp_version = 0,
-    sequence = 0, virtual = 0, evicted_at = 0, num_bytes = 0, leased_bytes = 0, largest = 0,
+    sequence = 0, virtual = 0, evicted_at = 0, num_bytes = 0, largest = 0,
     num_slots = 0, num_stored = 0, num_leases = 0, playing = {}, ready = {}, leased = {},
     inserts = 0, samples = 0, num_admitted = 0, num_added = 0, num_drawn = 0, num_trained = 0,
     num_slots_expired = 0, num_leases_expired = 0,
@@ -39,7 +39,7 @@ local is_new_config = arg.config and arg.config ~= S.config
 if is_new_config then S.config = arg.config end
 local c = S.config and cjson.decode(S.config) or {
   policy = 'pace', max_staleness = 0, draw_by = 'fifo', evict_by = 'fifo', max_draws = 1,
-  max_returns = 0}
+  max_returns = 0, slot_timeout_ms = 0}
 
 local function save() call('SET', key.state, cmsgpack.pack(S)) end
 
@@ -138,7 +138,7 @@ end
 
 local function take(ids)
   in_parts(ids, 'ZREM', key.ready)
-  in_parts(ids, 'ZREM', key.again)
+  if c.max_draws > 1 then in_parts(ids, 'ZREM', key.again) end
   if picks then in_parts(ids, 'ZREM', key.pick) end
   if evicts then in_parts(ids, 'ZREM', key.evict) end
 end
@@ -162,18 +162,29 @@ local function count_dropped(reason, group)
   end
 end
 
-local function free_slot(id, slot)
-  call('ZREM', key.slots, id)
-  call('HDEL', key.slot, id)
-  S.num_slots = S.num_slots - 1
-  count(S.playing, slot.version, -1)
-  wake('room')
-  wake('data')
+-- A slot is one member of a sorted set, by the ms at which it expires: 'id version'.
+local function slot_member(id, version) return id .. ' ' .. version end
+
+local function slot_of(member)
+  local id, version = string.match(member, '^(.+) (%d+)$')
+  return id, tonumber(version)
 end
 
-local function slot_of(id)
-  local packed = call('HGET', key.slot, id)
-  return packed and cmsgpack.unpack(packed)
+local function since(expiry) return expiry - c.slot_timeout_ms end
+
+-- Slots that were held when the learner resumed, and the newest version their groups may hold.
+local function forget_ceilings(ids)
+  in_parts(ids, 'HDEL', key.ceilings)
+  S.has_ceilings = call('EXISTS', key.ceilings) == 1
+end
+
+local function free_slot(id, version)
+  call('ZREM', key.slots, slot_member(id, version))
+  if S.has_ceilings then forget_ceilings({id}) end
+  S.num_slots = S.num_slots - 1
+  count(S.playing, version, -1)
+  wake('room')
+  wake('data')
 end
 
 -- `of_records`: id -> record, of groups that stand in no index any more.
@@ -233,7 +244,6 @@ local function return_lease(lease_id, counts)
   for _, id in ipairs(lease.ids) do
     local group = record(id)
     if counts then group[RETURNS] = group[RETURNS] + 1 end
-    S.leased_bytes = S.leased_bytes - group[SIZE]
     if group[DRAWS] == 0 then
       count(S.leased, group[VERSION], -1)
       count(S.ready, group[VERSION], 1)
@@ -253,8 +263,8 @@ end
 
 local function reclaim()
   if not S.next_expiry or now < S.next_expiry then return end
-  for _, id in ipairs(call('ZRANGEBYSCORE', key.slots, '-inf', now)) do
-    free_slot(id, slot_of(id))
+  for _, member in ipairs(call('ZRANGEBYSCORE', key.slots, '-inf', now)) do
+    free_slot(slot_of(member))
     S.num_slots_expired = S.num_slots_expired + 1
   end
   for _, id in ipairs(call('ZRANGEBYSCORE', key.leases, '-inf', now)) do
@@ -295,9 +305,9 @@ local function report(callers, num, reason)
     side = callers.side, reason = reason, num = num, since = now - callers.age_ms, seen = now}))
 end
 
--- A try of one of them was refused, or granted.
+-- A try of some of them was refused, or granted.
 local function refuse(reason)
-  if arg.callers then report(arg.callers, arg.callers.num + 1, reason) end
+  if arg.callers then report(arg.callers, arg.callers.num + arg.callers.asking, reason) end
 end
 
 local function grant()

@@ -30,9 +30,10 @@ local is_limited = missing == 0 and not blocking_until
   and not may_sample(c.limiter, step, S.num_stored, S.inserts, S.samples)
 if missing > 0 or blocking_until or is_limited then
   local awaited = {}
-  for _, id in ipairs(call('ZRANGE', key.slots, 0, -1)) do
+  for _, member in ipairs(call('ZRANGE', key.slots, 0, -1)) do
     if #awaited == 4 then break end
-    if slot_of(id).version <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
+    local id, playing_version = slot_of(member)
+    if playing_version <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
   end
   refuse(is_limited and 'limiter' or missing > 0 and 'missing' or 'blocked')
   save()
@@ -54,7 +55,16 @@ end
 
 local ids
 if not picks then
-  ids = call('ZRANGE', key.ready, 0, step - 1)
+  -- Places are version * ARRIVALS + arrival, and nothing here was ever trained.
+  local popped = call('ZPOPMIN', key.ready, step)
+  ids = {}
+  for i = 1, #popped, 2 do
+    local of_version = math.floor(tonumber(popped[i + 1]) / ARRIVALS)
+    ids[#ids + 1] = popped[i]
+    count(S.ready, of_version, -1)
+    count(S.leased, of_version, 1)
+  end
+  if evicts then in_parts(ids, 'ZREM', key.evict) end
 else
   -- Those that can wait no longer, then whatever the selector puts first.
   ids = forced > 0 and call('ZRANGE', key.ready, 0, forced - 1) or {}
@@ -69,18 +79,16 @@ else
       end
     end
   end
-end
-
-assert(#ids == step, 'a step of ' .. step .. ' groups came to ' .. #ids)
-take(ids)
-for _, packed in ipairs(read_parts(ids, 'HMGET', key.groups)) do
-  local group = cmsgpack.unpack(packed)
-  S.leased_bytes = S.leased_bytes + group[SIZE]
-  if group[DRAWS] == 0 then
-    count(S.ready, group[VERSION], -1)
-    count(S.leased, group[VERSION], 1)
+  take(ids)
+  for _, packed in ipairs(read_parts(ids, 'HMGET', key.groups)) do
+    local group = cmsgpack.unpack(packed)
+    if group[DRAWS] == 0 then
+      count(S.ready, group[VERSION], -1)
+      count(S.leased, group[VERSION], 1)
+    end
   end
 end
+assert(#ids == step, 'a step of ' .. step .. ' groups came to ' .. #ids)
 local lease = {version = version, since = now, ids = ids}
 local expiry = now + c.lease_timeout_ms
 call('ZADD', key.leases, expiry, arg.lease_id)

@@ -11,16 +11,17 @@ for _, zset in ipairs({key.ready, key.again}) do
     end
   end
 end
-for _, id in ipairs(call('ZRANGE', key.slots, 0, -1)) do
-  local slot = slot_of(id)
-  if slot.version > arg.version then
-    free_slot(id, slot)
+for _, member in ipairs(call('ZRANGE', key.slots, 0, -1)) do
+  local id, version = slot_of(member)
+  if version > arg.version then
+    free_slot(id, version)
     count_dropped('lost-version')
     num_dropped = num_dropped + 1
   else
     -- Still being played, perhaps by an engine that holds a lost version: add.lua looks at it.
-    slot.ceiling = math.min(slot.ceiling or arg.version, arg.version)
-    call('HSET', key.slot, id, cmsgpack.pack(slot))
+    local ceiling = tonumber(call('HGET', key.ceilings, id)) or arg.version
+    call('HSET', key.ceilings, id, math.min(ceiling, arg.version))
+    S.has_ceilings = true
   end
 end
 wake('room')

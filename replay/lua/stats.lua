@@ -13,9 +13,9 @@ end
 local playing = {}
 local slots = call('ZRANGE', key.slots, 0, 63, 'WITHSCORES')
 for i = 1, #slots, 2 do
-  local slot = slot_of(slots[i])
-  local left = tonumber(slots[i + 1]) - now
-  playing[#playing + 1] = {slots[i], slot.version, (now - slot.since) / 1000, left / 1000}
+  local id, version = slot_of(slots[i])
+  local expiry = tonumber(slots[i + 1])
+  playing[#playing + 1] = {id, version, (now - since(expiry)) / 1000, (expiry - now) / 1000}
 end
 local training = {}
 local leases = call('ZRANGE', key.leases, 0, -1, 'WITHSCORES')

@@ -32,7 +32,6 @@ from leeway.services.bench.replay_crew import (
 class Payload(msgspec.Struct, frozen=True):
     """A group that is encoded already."""
 
-    group_id: str
     entry: Entry
 
 
@@ -106,7 +105,7 @@ def _filler(load: Load, is_bare: bool) -> Callable[[Slot], Any]:
     group = load.group()
     if is_bare:
         entry = entry_of(group)
-        return lambda slot: Payload(slot.slot_id, entry)
+        return lambda slot: Payload(entry)
     return lambda slot: msgspec.structs.replace(group, group_id=slot.slot_id)
 
 
@@ -131,7 +130,7 @@ class _Bare:
         self.close = self._replay.close
 
     async def add(self, slot: Slot, payload: Payload) -> None:
-        outcome = await self._replay.buffer.add(slot.slot_id, payload.entry)
+        outcome = await self._replay.buffer.add(slot, payload.entry)
         assert outcome == "added", outcome
 
     async def draw(self, timeout_s: float) -> Lease:
@@ -186,7 +185,7 @@ async def _add_groups(replay: Replay, num_groups: int, entry: Entry) -> None:
     while left:
         slots = await replay.admit(min(left, 1024), ENGINE, CALL_TIMEOUT_S)
         left -= len(slots)
-        payloads: list[Any] = [Payload(slot.slot_id, entry) for slot in slots]
+        payloads: list[Any] = [Payload(entry) for slot in slots]
         await _all(map(replay.add, slots, payloads))
 
 
@@ -233,7 +232,7 @@ async def _time_round(replay: Replay, entry: Entry, seconds: OperationTimes) -> 
         started_s = clock()
         slot = (await replay.admit(1, ENGINE, CALL_TIMEOUT_S))[0]
         admitted_s = clock()
-        payload: Any = Payload(slot.slot_id, entry)
+        payload: Any = Payload(entry)
         await replay.add(slot, payload)
         seconds.admit.append(admitted_s - started_s)
         seconds.add.append(clock() - admitted_s)

@@ -327,8 +327,10 @@ class RedisMachine(MemoryMachine):
         sizes = [db.zcard(f"{prefix}{name}") for name in ("pick", "evict", "slots", "leases")]
         assert sizes == [num_free * has_pick, num_free * has_evict, len(m.slots), len(m.leases)]
         assert db.zcard(f"{prefix}ready") + db.zcard(f"{prefix}again") == num_free
-        num_held = [db.hlen(f"{prefix}{name}") for name in ("slot", "lease")]
-        assert num_held == [len(m.slots), len(m.leases)]
+        assert db.hlen(f"{prefix}lease") == len(m.leases)
+        members = db.zrange(f"{prefix}slots", 0, -1)
+        held = {member.decode().partition(" ")[0] for member in members}
+        assert {slot_id.decode() for slot_id in db.hkeys(f"{prefix}ceilings")} <= held
 
     def teardown(self) -> None:
         super().teardown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 import uuid
@@ -111,7 +112,8 @@ async def test_everything_of_a_trained_group_is_forgotten(replay, server):
     prefix = replay.buffer.prefix
     kept = {prefix + name for name in ("state", "added", "acknowledged", "room", "data")}
     with redis.Redis.from_url(server.url, decode_responses=True) as admin:
-        assert set(admin.scan_iter(f"{prefix}*")) == kept
+        keys = set(admin.scan_iter(f"{prefix}*"))
+    assert {re.sub(r":added:\d+$", ":added", key) for key in keys} == kept
     assert (await replay.stats()).num_bytes == 0
 
 
@@ -154,10 +156,10 @@ async def test_a_buffer_of_another_layout_is_refused_with_both_numbers(server):
     replay = RedisReplay(server.url, run, CONFIG)
     with redis.Redis.from_url(server.url) as admin:
         admin.hset(f"{replay.buffer.prefix}state", "learner_version", "3")
-        with pytest.raises(StoreError, match=r"layout 1.*reads layout 2"):
+        with pytest.raises(StoreError, match=r"layout 1.*reads layout 3"):
             await replay.stats()
         admin.set(f"{replay.buffer.prefix}state", msgspec.msgpack.encode({"layout": 9}))
-        with pytest.raises(StoreError, match=r"layout 9.*reads layout 2"):
+        with pytest.raises(StoreError, match=r"layout 9.*reads layout 3"):
             await replay.admit(1, V0, 0)
         assert msgspec.msgpack.decode(admin.get(f"{replay.buffer.prefix}state")) == {"layout": 9}
     await replay.close()
