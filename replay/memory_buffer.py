@@ -323,7 +323,7 @@ class Buffer:
         for group_id in ids:
             self.groups[group_id].lease_id = lease_id
         self.counts.update(drawn=step, samples=step)
-        payloads = [self.groups[group_id].payload for group_id in ids]
+        payloads: list[bytes | memoryview] = [self.groups[group_id].payload for group_id in ids]
         return lease_id, Drawn(version, self.ramp_version, ids, payloads)
 
     def _drop_mixed(self) -> None:

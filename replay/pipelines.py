@@ -47,8 +47,8 @@ class PipelineCall:
         if self.result.done():  # cancelled
             return
         for i, command in enumerate(self.commands):
-            reply = replies[i]
-            if isinstance(reply, memoryview) and command[0] != "GET":
+            reply: Any = replies[i]
+            if type(reply) is memoryview and command[0] != "GET":
                 replies[i] = bytes(reply)
             # The replies of a transaction come within that of EXEC.
             is_filled = command[0] == "EXEC" and reply and not isinstance(reply, Exception)

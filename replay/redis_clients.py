@@ -245,8 +245,11 @@ async def _exchange(
     A connection whose replies did not all come is closed: the next caller would read them as its
     own.
     """
-    if not connection.is_connected:  # a new one of a cluster; a pool hands out what is connected
+    if not isinstance(connection._parser, WireParser):  # a cluster makes its connections itself
         connection.set_parser(WireParser)
+        if connection.is_connected:
+            connection._parser.on_connect(connection)
+    if not connection.is_connected:
         await connection.connect()
     packed = [part for call in calls for part in call.packed]
     num_replies = sum(len(call.commands) for call in calls)

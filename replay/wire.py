@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from redis.asyncio.connection import AbstractConnection, BaseParser
+from redis._parsers import BaseParser
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError, InvalidResponse, TimeoutError
 
 SMALL_BYTES: Final = 1 << 13
@@ -64,10 +65,10 @@ class WireParser(BaseParser):
 
     async def read_response(self, disable_decoding: bool = False) -> Any:
         """The next reply, as the library reads it: an error is returned, a lost link raised."""
-        (reply,) = await self._connected.replies(1, None)
+        reply: Any = (await self._connected.replies(1, None))[0]
         if isinstance(reply, ConnectionError):
             raise reply
-        return bytes(reply) if isinstance(reply, memoryview) else reply
+        return bytes(reply) if type(reply) is memoryview else reply
 
     async def exchange(
         self, packed: Sequence[bytes], num_replies: int, silence_s: float
@@ -92,7 +93,7 @@ class WireParser(BaseParser):
 class _Wire(asyncio.BufferedProtocol):
     """One transport: parses what it receives and settles the one future that may wait for it."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: Any) -> None:
         self._transport = transport
         is_plain = transport.get_extra_info("sslcontext") is None
         self._descriptor = transport.get_extra_info("socket").fileno() if is_plain else None

@@ -72,7 +72,9 @@ if #filled > 0 then
     local id, group = ids[pair[1]], pair[2]
     taken[i], given[i] = members[pair[1]], id
     records[2 * i - 1], records[2 * i] = id, cmsgpack.pack(group)
-    places[2 * i - 1], places[2 * i] = group[VERSION] * ARRIVALS + group[ARRIVAL], id
+    -- As a whole number: Redis would write it out with the care that a fraction needs.
+    places[2 * i - 1] = string.format('%d', group[VERSION] * ARRIVALS + group[ARRIVAL])
+    places[2 * i] = id
     if picks or evicts then rank(id, group) end
   end
   in_parts(taken, 'ZREM', key.slots)
