@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from leeway.replay.config import FrozenModel
+
+BARE_PROMPT = "Question: {question}\n"
+"""Enough for a model that was trained for the protocol."""
+ANSWER_REWARDS = ("auto", "exact-match", "f1", "substring", "multiple-choice")
+"""Names that `reward.answer` knows."""
+
+
+def is_import_path(text: str) -> bool:
+    """Whether `text` has the form package.module:function."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
 
 
 class PolicyConfig(FrozenModel):
@@ -38,9 +50,15 @@ class SearchConfig(FrozenModel):
     """The search environment. Keys of the `[search]` table."""
 
     corpus: str = "bundled"
-    """JSON-lines file of {"id", "contents"}, plain, .xz or .zst; or `bundled`."""
+    """Passages to search: JSON lines of {"id", "contents"}, plain, .xz or .zst, Parquet or Arrow;
+    or `bundled`. They are indexed by BM25 at every start."""
+    index: str | None = None
+    """Folder that `leeway retriever index CORPUS --out DIR` wrote, in place of `corpus`: of any
+    size, BM25 or dense."""
+    encoder: str | None = None
+    """Model folder of a dense `index`. None takes the folder it was built with."""
     retriever_url: str | None = None
-    """URL of a Search-R1 style retriever, without /retrieve. None serves `corpus` by BM25."""
+    """URL of a Search-R1 style retriever, without /retrieve. None serves `index` or `corpus`."""
     top_k: int = Field(default=2, ge=1)
     """Passages returned for a query."""
     max_turns: int = Field(default=4, ge=1)
@@ -49,8 +67,24 @@ class SearchConfig(FrozenModel):
     """Most tokens the policy may sample in one turn."""
     max_observation_tokens: int = Field(default=320, ge=1)
     """Tokens of one observation; longer ones are cut at the end of the passages."""
-    prompt_template: str = "Question: {question}\n"
-    """First tokens of every episode; must hold {question}."""
+    max_trajectory_tokens: int | None = Field(default=None, ge=16)
+    """Most tokens of a trajectory: prompt, turns and observations together. None takes
+    policy.max_model_len, which it may not exceed."""
+    prompt: Literal["auto", "template", "instructions", "data"] = "auto"
+    """Whose words begin an episode. template: prompt_template. instructions: an explanation of the
+    protocol. data: the messages of the question's own row, as they are. auto: the row's messages
+    where it has some; else prompt_template where it is another than the default, or where the
+    model's tokenizer holds the protocol's tags as tokens, as the bundled one's does; else the
+    instructions."""
+    prompt_template: str = BARE_PROMPT
+    """The words of `template`; must hold {question}."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """Whether the first prompt is put through the model's chat template; later turns never are.
+    off: plain text. auto: on for a model that ends a reply with its end-of-sequence token, which
+    chat models do and base models that only carry a template do not."""
+    system_prompt: str | None = None
+    """System message of the first prompt, or in plain text what comes before it. None sends
+    none."""
     retriever_timeout_s: float = Field(default=20.0, gt=0)
     """Seconds a retrieval may take, retries included, before the group is dropped."""
 
@@ -58,18 +92,101 @@ class SearchConfig(FrozenModel):
     def _check(self) -> SearchConfig:
         if "{question}" not in self.prompt_template:
             raise ValueError("search.prompt_template must hold {question}")
+        if self.prompt in ("data", "instructions") and self.prompt_template != BARE_PROMPT:
+            raise ValueError(
+                f'search.prompt_template is not read with search.prompt = "{self.prompt}";'
+                " remove one of them"
+            )
         return self
+
+
+class SourceConfig(FrozenModel):
+    """One set of training questions in a mixture. Keys of a `[[data.sources]]` table."""
+
+    path: str
+    """Questions, as for data.train; or `bundled`."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the questions drawn from this source, relative to the other weights. None, for all
+    sources or for none: as many as it holds, as if the files were one."""
+    name: str | None = Field(default=None, pattern=r"^[^\s:]+$")
+    """Told apart by it. None takes the file's name without its suffix."""
 
 
 class DataConfig(FrozenModel):
     """Questions. Keys of the `[data]` table."""
 
     train: str = "bundled"
-    """JSON-lines file of {"id", "question", "golden_answers", "metadata"}; or `bundled`."""
+    """Training questions: JSON lines (FlashRAG or MedQA) or parquet (Search-R1); or `bundled`."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sets of training questions in place of data.train, mixed by weight: one
+    `[[data.sources]]` table each, with `path`, and where wanted `weight` and `name`."""
     held_out: str = "bundled"
-    """Questions of the same form that are never trained on; or `bundled`."""
+    """Questions in one of the same forms that are never trained on; or `bundled`."""
     seed: int = 0
     """Order of the training questions."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.sources and self.train != "bundled":
+            raise ValueError("data.train is not read beside data.sources; remove one of the two")
+        weights = [source.weight for source in self.sources]
+        if any(weight is None for weight in weights) and any(weights):
+            raise ValueError(
+                "data.sources gives a weight to some sources only; give one to each, or to none"
+            )
+        if not all(math.isfinite(weight) for weight in weights if weight is not None):
+            raise ValueError("data.sources has a weight that is no finite number")
+        return self
+
+
+class RewardConfig(FrozenModel):
+    """What an episode earns. Keys of the `[reward]` table."""
+
+    answer: str = "auto"
+    """What the last answer earns, 0 to 1: exact-match, f1, substring or multiple-choice; or a
+    function of your own, as package.module:function. auto: multiple-choice for a question with
+    choices, exact-match for any other."""
+    format_reward: float = Field(default=0.0, ge=0)
+    """Added once for an episode in which every turn is one thought and one action, the last an
+    answer."""
+    format_penalty: float = Field(default=0.1, ge=0)
+    """Subtracted from the reward once for an episode that held a malformed action."""
+    retrieval_reward: float = Field(default=0.0, ge=0)
+    """Added once, for the search that first brings a golden answer. Above 0 every turn carries the
+    reward it earned itself; 0 rewards the whole episode."""
+
+    @field_validator("answer")
+    @classmethod
+    def _check_answer(cls, name: str) -> str:
+        if name not in ANSWER_REWARDS and not is_import_path(name):
+            raise ValueError(
+                f'reward.answer = "{name}" is no reward; it must be one of'
+                f" {', '.join(ANSWER_REWARDS)}, or package.module:function"
+            )
+        return name
+
+
+class EnvironmentConfig(FrozenModel):
+    """The environment that episodes are played in. Keys of the `[environment]` table."""
+
+    factory: str = "search"
+    """`search`, or your own function that builds an environment, as package.module:function."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the factory as it is; any keys."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EnvironmentConfig:
+        if self.factory == "search" and self.options:
+            raise ValueError(
+                "environment.options is not read by the search environment, whose keys are in"
+                " [search] and [reward]; remove it, or name your own environment.factory"
+            )
+        if self.factory != "search" and not is_import_path(self.factory):
+            raise ValueError(
+                f'environment.factory = "{self.factory}" is neither search nor of the form'
+                " package.module:function"
+            )
+        return self
 
 
 class RolloutConfig(FrozenModel):
@@ -85,11 +202,6 @@ class RolloutConfig(FrozenModel):
     """Seconds one group may take before it is dropped."""
     max_failure_share: float = Field(default=0.2, gt=0, le=1)
     """Share of the last 50 groups that may be dropped for failures before the run stops."""
-    format_penalty: float = Field(default=0.1, ge=0)
-    """Subtracted from the reward once for an episode that held a malformed action."""
-    retrieval_reward: float = Field(default=0.0, ge=0)
-    """Added once, for the search that first brings a golden answer. Above 0 every turn carries the
-    reward it earned itself; 0 rewards the whole episode."""
 
 
 def bundled_dir() -> Path:

@@ -1,4 +1,8 @@
-"""Greedy episodes over held-out questions."""
+"""Questions played to measure a policy: the held-out ones of a run, and those of `leeway eval`.
+
+`play_each` is the one way to play them. What a failed episode means is its caller's business: it
+ends the evaluation of a run (`evaluate`), and is a row of its own in `leeway eval`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,27 @@ import asyncio
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Final, NamedTuple
 
 import msgspec
+import tenacity
 
 from leeway.actors.environment import Environment, Question
-from leeway.actors.failures import EpisodeTimeout, first_cause
+from leeway.actors.failures import EpisodeFailure, EpisodeTimeout, QuestionTooLong
 from leeway.actors.policy import Policy
 from leeway.actors.rollout import Limits, play
 from leeway.actors.tokens import Tokens
+from leeway.actors.turnstile import Turnstile
 from leeway.replay.errors import DataError
 from leeway.replay.schema import StopReason, Trajectory
+
+_RETRY_WAIT: Final = tenacity.wait_exponential_jitter(initial=0.5, max=10.0, jitter=0.5)
+"""Before an episode is played again. The retriever's client and the engine's retries have already
+waited for theirs."""
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +60,148 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
 
 
+@dataclass(frozen=True)
+class Table:
+    """What every episode of an evaluation is played with."""
+
+    policy: Policy
+    environment: Environment
+    tokens: Tokens
+    limits: Limits
+    episode_timeout_s: float
+    """Seconds one episode may take; then it fails with EpisodeTimeout."""
+    turnstile: Turnstile = field(default_factory=Turnstile)
+
+    async def play(self, question: Question, trajectory_id: str, temperature: float) -> Trajectory:
+        """One episode. Raises an EpisodeFailure."""
+        try:
+            async with asyncio.timeout(self.episode_timeout_s):
+                return await play(
+                    question,
+                    self.policy,
+                    self.environment,
+                    self.tokens,
+                    self.limits,
+                    trajectory_id,
+                    temperature=temperature,
+                    turnstile=self.turnstile,
+                )
+        except TimeoutError:
+            raise EpisodeTimeout(
+                f"question {question.id!r} took longer than {self.episode_timeout_s:g} s; play"
+                " fewer at once (policy.max_num_seqs) or raise rollout.episode_timeout_s"
+            ) from None
+
+
+class Asked(NamedTuple):
+    """A question, and the start of its trajectories' ids."""
+
+    name: str
+    """Unique among all that one policy is ever asked: a policy may answer a request id it has seen
+    from memory."""
+    question: Question
+
+
+class Played(NamedTuple):
+    """A question that is done with."""
+
+    place: int
+    """Among the questions asked."""
+    question: Question
+    trajectories: tuple[Trajectory, ...]
+    """One for each sample, in order; empty if one of them failed."""
+    failure: EpisodeFailure | None
+
+
+async def play_each(
+    asked: Sequence[Asked],
+    table: Table,
+    *,
+    max_concurrency: int,
+    num_samples: int = 1,
+    temperature: float = 0.0,
+    num_attempts: int = 1,
+) -> AsyncGenerator[Played]:
+    """Play every question `num_samples` times, and yield each once all of its episodes have ended.
+
+    `max_concurrency` episodes are in flight at most, begun in the order of `asked`. An episode that
+    fails is played again up to `num_attempts` times in all; then its question fails as a whole, for
+    a mean over the samples that happened to work would not compare with another. Any other error
+    ends everything. Waits for the policy and the environment, each episode for
+    `table.episode_timeout_s` at most. Who stops early closes it (contextlib.aclosing); that cancels
+    what is in flight.
+    """
+    pending: Iterator[tuple[int, int]] = (
+        (place, sample) for place in range(len(asked)) for sample in range(num_samples)
+    )
+    done: dict[int, dict[int, Trajectory | EpisodeFailure]] = defaultdict(dict)
+    running: dict[asyncio.Task[Trajectory | EpisodeFailure], tuple[int, int]] = {}
+
+    def begin() -> None:
+        for place, sample in pending:
+            name, question = asked[place]
+            attempt = _attempt(table, question, f"{name}-{sample}", temperature, num_attempts)
+            running[asyncio.create_task(attempt)] = (place, sample)
+            if len(running) == max_concurrency:
+                return
+
+    try:
+        begin()
+        while running:
+            ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            finished: list[Played] = []
+            for task in ended:
+                place, sample = running.pop(task)
+                done[place][sample] = task.result()
+                if len(done[place]) == num_samples:
+                    finished.append(_played(place, asked[place].question, done.pop(place)))
+            begin()  # before whoever takes the results does something with them
+            for played in finished:
+                yield played
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _attempt(
+    table: Table, question: Question, name: str, temperature: float, num_attempts: int
+) -> Trajectory | EpisodeFailure:
+    """One episode, or why the last of its attempts failed."""
+    retrying = tenacity.AsyncRetrying(
+        stop=tenacity.stop_after_attempt(num_attempts),
+        wait=_RETRY_WAIT,
+        retry=tenacity.retry_if_exception(_may_pass),
+        reraise=True,
+    )
+    try:
+        async for attempt in retrying:
+            with attempt:
+                number = attempt.retry_state.attempt_number
+                trajectory_id = name if number == 1 else f"{name}-again{number}"
+                return await table.play(question, trajectory_id, temperature)
+    except EpisodeFailure as failure:
+        return failure
+    raise AssertionError("tenacity ends a retry by returning or raising")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """A prompt that is too long stays so."""
+    return isinstance(error, EpisodeFailure) and not isinstance(error, QuestionTooLong)
+
+
+def _played(
+    place: int, question: Question, by_sample: dict[int, Trajectory | EpisodeFailure]
+) -> Played:
+    results = [by_sample[sample] for sample in sorted(by_sample)]
+    failure = next((result for result in results if isinstance(result, EpisodeFailure)), None)
+    trajectories = tuple(result for result in results if isinstance(result, Trajectory))
+    return Played(place, question, () if failure else trajectories, failure)
+
+
+# --- the evaluations of a run -------------------------------------------------------------------
+
+
 async def evaluate(
     questions: Sequence[Question],
     policy: Policy,
@@ -64,34 +219,16 @@ async def evaluate(
     if not questions:
         raise DataError("an evaluation needs at least one question; see data.held_out")
     started = time.perf_counter()
-    free = asyncio.Semaphore(max_concurrency)
-    # A policy may answer a request id it has seen from memory, so no two evaluations share one.
     evaluation_id = f"eval-{uuid.uuid4().hex[:12]}"
-
-    async def play_one(i: int, question: Question) -> Trajectory:
-        async with free:
-            try:
-                async with asyncio.timeout(episode_timeout_s):
-                    return await play(
-                        question,
-                        policy,
-                        environment,
-                        tokens,
-                        limits,
-                        f"{evaluation_id}-{i}",
-                        temperature=0.0,
-                    )
-            except TimeoutError:
-                raise EpisodeTimeout(
-                    f"question {question.id!r} took longer than {episode_timeout_s:g} s"
-                ) from None
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            episodes = [tasks.create_task(play_one(i, q)) for i, q in enumerate(questions)]
-    except BaseExceptionGroup as failures:
-        raise first_cause(failures) from None
-    played = [(q, task.result()) for q, task in zip(questions, episodes, strict=True)]
+    asked = [Asked(f"{evaluation_id}-{i}", question) for i, question in enumerate(questions)]
+    table = Table(policy, environment, tokens, limits, episode_timeout_s)
+    trajectory_of: dict[int, Trajectory] = {}
+    async with aclosing(play_each(asked, table, max_concurrency=max_concurrency)) as each:
+        async for done in each:
+            if done.failure is not None:
+                raise done.failure
+            trajectory_of[done.place] = done.trajectories[0]
+    played = [(question, trajectory_of[i]) for i, question in enumerate(questions)]
     exact_of_hops = _exact_match_by_hops(played)
     return Evaluation(
         num_questions=len(played),

@@ -25,22 +25,27 @@ from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_expo
 
 from leeway.actors.config import (
     DataConfig,
+    EnvironmentConfig,
     PolicyConfig,
+    RewardConfig,
     RolloutConfig,
     SearchConfig,
-    corpus_file,
     held_out_file,
-    train_file,
 )
+from leeway.actors.environment_factory import build_environment
 from leeway.actors.failures import EngineError, RetrievalError
 from leeway.actors.membership import Membership
 from leeway.actors.policy import Completion, CompletionRequest
 from leeway.actors.rollout import Limits
-from leeway.actors.search.documents import load_documents
-from leeway.actors.search.environment import SearchEnvironment
-from leeway.actors.search.index import Bm25Index
-from leeway.actors.search.questions import QuestionStream, StreamState, load_questions
-from leeway.actors.search.retriever import HttpRetriever, LocalRetriever, Passage, Retriever
+from leeway.actors.search.index_source import index_of
+from leeway.actors.search.questions import (
+    QuestionStream,
+    StreamState,
+    load_questions,
+    load_sources,
+)
+from leeway.actors.search.retriever import HttpRetriever, Passage, Retriever, passages_of
+from leeway.actors.search.service import RetrievalService, ServiceLimits
 from leeway.actors.tokens import Tokens
 from leeway.actors.worker import RolloutWorker
 from leeway.replay.board import PolicyBoard, RunBoard
@@ -59,6 +64,8 @@ READY_POLL_S = 0.5
 DRAIN_S = 0.1
 """How often a replica that is to end looks whether a request is still with it; Serve's own two
 seconds, one replica after another, would be most of the time that a run takes to end."""
+RETRIEVER_REQUESTS = 4096
+"""Searches with the retriever's replica at once, waiting ones included; Serve holds back more."""
 RECENT_SNAPSHOTS = 30
 """Snapshots over which a worker's share of waiting and an engine's speed are reported."""
 
@@ -73,7 +80,9 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_version: int
     seed: int
     policy: PolicyConfig
+    environment: EnvironmentConfig
     search: SearchConfig
+    reward: RewardConfig
     data: DataConfig
     rollout: RolloutConfig
     replay: ReplayConfig
@@ -186,16 +195,24 @@ async def start_policy(spec: ActorSpec) -> Any:
     return await TorchPolicy.start(Path(spec.model), spec.policy, seed=spec.seed, version=version)
 
 
-@serve.deployment(max_ongoing_requests=1024, graceful_shutdown_wait_loop_s=DRAIN_S)
+@serve.deployment(max_ongoing_requests=RETRIEVER_REQUESTS, graceful_shutdown_wait_loop_s=DRAIN_S)
 class RetrieverServer:
-    """BM25 over the corpus, in a replica of its own."""
+    """The index in a replica of its own, behind the queue, batches and cache of the service."""
 
-    def __init__(self, spec: ActorSpec) -> None:
-        self._retriever = LocalRetriever(Bm25Index(load_documents(corpus_file(spec.search))))
+    async def __init__(self, spec: ActorSpec) -> None:
+        index = await asyncio.to_thread(index_of, spec.search)
+        limits = ServiceLimits(
+            max_queue=RETRIEVER_REQUESTS, timeout_s=spec.search.retriever_timeout_s
+        )
+        self._searches = RetrievalService(index, limits)
 
     async def search(self, query: str, top_k: int) -> list[Passage]:
         """See Retriever.search."""
-        return await self._retriever.search(query, top_k)
+        [hits] = await self._searches.search([query], top_k)
+        return passages_of(hits)
+
+    async def __del__(self) -> None:
+        await self._searches.close()
 
 
 @serve.deployment(
@@ -222,26 +239,26 @@ class RolloutServer:
 
     async def _build_worker(self, policy: HandlePolicy) -> RolloutWorker:
         spec = self._spec
+        tokens = Tokens.load(Path(spec.model))
         questions = QuestionStream(
-            load_questions(train_file(spec.data)),
+            load_sources(spec.data),
             seed=spec.data.seed,
             worker=self._place,
             num_workers=spec.rollout.num_workers,
         )
-        saved = (await self._board.get_all()).get(self._section, {}).get("position")
+        board = await self._board.get_all()
+        # A worker that the run did not have before goes on where the first one stood.
+        saved = board.get(self._section, board.get("rollout:worker-0", {})).get("position")
         if saved is not None:
             questions.restore(msgspec.convert(saved, StreamState))
         return RolloutWorker(
             worker_id=self.worker_id,
             replay=self._replay,
             policy=policy,
-            environment=SearchEnvironment(
-                spec.search,
-                spec.rollout.format_penalty,
-                self._retriever,
-                spec.rollout.retrieval_reward,
+            environment=build_environment(
+                spec.environment, spec.search, spec.reward, self._retriever, tokens.facts
             ),
-            tokens=Tokens.load(Path(spec.model)),
+            tokens=tokens,
             questions=questions,
             config=spec.rollout,
             limits=Limits.of(spec.search, spec.policy),
@@ -317,7 +334,7 @@ def build_retriever(search: SearchConfig, handle: DeploymentHandle | None) -> Re
     if search.retriever_url:
         return HttpRetriever(search.retriever_url, timeout_s=search.retriever_timeout_s)
     assert handle is not None, "deploy starts the retriever application"
-    return HandleRetriever(handle)
+    return HandleRetriever(handle, search.retriever_timeout_s)
 
 
 _retried = retry(
@@ -354,15 +371,22 @@ class HandlePolicy:
 
 
 class HandleRetriever:
-    """Retriever over a Serve handle."""
+    """Retriever over a Serve handle, tried again until `timeout_s` has passed."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle, timeout_s: float) -> None:
         self._handle = handle
+        self._timeout_s = timeout_s
 
     async def search(self, query: str, top_k: int) -> list[Passage]:
         """See Retriever.search."""
         try:
-            return await self._search(query, top_k)
+            async with asyncio.timeout(self._timeout_s):
+                return await self._search(query, top_k)
+        except TimeoutError:
+            raise RetrievalError(
+                f"the retriever application gave no passages for query {query!r} within "
+                f"search.retriever_timeout_s = {self._timeout_s:g}; see the serve log"
+            ) from None
         except (RayError, RayServeException) as error:
             raise RetrievalError(f"query {query!r}: {_cause(error)}") from error
 

@@ -81,24 +81,17 @@ class VllmPolicy:
         cls, model: Path, config: PolicyConfig, *, seed: int, version: PolicyVersion
     ) -> VllmPolicy:
         """Load `model`, whose weights are policy version `version`. Takes 25 to 50 s on a CPU."""
-        _set_environment(config)
-        engine = AsyncLLM.from_engine_args(_engine_args(model, config, seed))
+        set_environment(config)
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(model, config, seed)))
         await engine.update_weight_version(str(version))
         return cls(engine, model, config.max_model_len, version)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn; the versions are those the engine reports for its tokens."""
         check_request(request, self._max_model_len)
-        params = SamplingParams(
-            temperature=request.temperature,
-            max_tokens=min(request.max_tokens, self._max_model_len - len(request.prompt_ids)),
-            logprobs=0,
-            stop=list(request.stop),
-            stop_token_ids=await self._single_token_stops(request.stop),
-            include_stop_str_in_output=True,
-            skip_special_tokens=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        max_tokens = min(request.max_tokens, self._max_model_len - len(request.prompt_ids))
+        stop_ids = await self._single_token_stops(request.stop)
+        params = sampling_params(max_tokens, request.stop, stop_ids, request.temperature)
         for start in itertools.count(1):
             # A request sent during the pause would carry the old salt.
             await self._unpaused.wait()
@@ -235,7 +228,24 @@ class VllmPolicy:
         raise TransferError(f"the engine did not {what} within {timeout_s:g} s")
 
 
-def _set_environment(config: PolicyConfig) -> None:
+def sampling_params(
+    max_tokens: int, stop: tuple[str, ...], stop_ids: list[int], temperature: float
+) -> SamplingParams:
+    """A turn's parameters; `stop_ids` are the stop strings that are one token."""
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        logprobs=0,
+        stop=list(stop),
+        stop_token_ids=stop_ids,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def set_environment(config: PolicyConfig) -> None:
+    """What an engine reads from the environment of the process that starts it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -250,7 +260,8 @@ def _set_environment(config: PolicyConfig) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
-def _engine_args(model: Path, config: PolicyConfig, seed: int) -> AsyncEngineArgs:
+def engine_arguments(model: Path, config: PolicyConfig, seed: int) -> dict[str, Any]:
+    """vLLM's engine arguments by name; an LLM of these is the same engine, offline."""
     on_gpu = torch.cuda.is_available()
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     extra: dict[str, Any] = (
@@ -259,19 +270,19 @@ def _engine_args(model: Path, config: PolicyConfig, seed: int) -> AsyncEngineArg
         # Small blocks: siblings share prompts, and a turn's prompt is the turn before it.
         else {"distributed_executor_backend": "uni", "block_size": 32}
     )
-    return AsyncEngineArgs(
-        model=str(model),
-        dtype=dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        seed=seed,
-        enforce_eager=not on_gpu,
-        enable_prefix_caching=True,
-        disable_log_stats=True,
-        worker_extension_cls="leeway.actors.vllm_policy.WorkerExtension",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+    return {
+        "model": str(model),
+        "dtype": dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "seed": seed,
+        "enforce_eager": not on_gpu,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": "leeway.actors.vllm_policy.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         **extra,
-    )
+    }
 
 
 def _loaded_shapes(model: Path) -> dict[str, list[int]]:

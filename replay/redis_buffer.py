@@ -29,7 +29,6 @@ from leeway.replay.keys import replay_prefix
 from leeway.replay.redis_replies import (
     AdmitReply,
     DrawReply,
-    Record,
     StatsReply,
     for_scripts,
     pairs,
@@ -259,10 +258,7 @@ class RedisBuffer:
             await self._link.execute(("HGETALL", f"{self.prefix}groups"))
         )[0]
         pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
-        records = {
-            group_id.decode(): to_record(msgspec.msgpack.decode(packed, type=Record))
-            for group_id, packed in pairs
-        }
+        records = {group_id.decode(): to_record(packed) for group_id, packed in pairs}
         return dict(sorted(records.items(), key=lambda item: item[1].arrival))
 
     async def payloads(self, ids: Sequence[str]) -> AsyncIterator[bytes | None]:

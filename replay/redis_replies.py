@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,15 +18,8 @@ INFINITE: Final = 1e308
 """JSON has no infinity; scripts take what is above 1e300 for it."""
 
 
-class Record(msgspec.Struct, array_like=True):
-    version: int
-    newest: int
-    arrival: int
-    draws: int
-    returns: int
-    size: int
-    priority: float
-    shape: str
+RECORD: Final = struct.Struct(">7d")
+"""Of a group: version, newest, arrival, draws, returns, size, priority. The shape follows."""
 
 
 class AdmitReply(msgspec.Struct):
@@ -150,11 +144,12 @@ def shape(trajectories: Sequence[tuple[int, int]]) -> str:
     return " ".join(f"{turns}x{tokens}" for turns, tokens in trajectories)
 
 
-def to_record(record: Record) -> StoredGroup:
-    pairs = (part.split("x") for part in record.shape.split())
+def to_record(packed: bytes) -> StoredGroup:
+    """What lua/base.lua keeps of a group."""
+    *whole, priority = RECORD.unpack_from(packed)
+    pairs = (part.split("x") for part in packed[RECORD.size :].decode().split())
     trajectories = [(int(turns), int(tokens)) for turns, tokens in pairs]
-    fields = {name: getattr(record, name) for name in Record.__struct_fields__ if name != "shape"}
-    return StoredGroup(**fields, trajectories=trajectories)
+    return StoredGroup(*map(int, whole), priority, trajectories)
 
 
 def by_reason(flat: list[str]) -> dict[str, dict[int, int]]:

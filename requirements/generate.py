@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "requirements" / "cpu.txt"
 PARITY_FILE = FILE.with_name("parity.txt")
 """Kept by hand: what verl and TRL ask for is more than their functions import."""
-EXTRAS = ("cpu", "dev")
+EXTRAS = ("cpu", "dense", "dev")
 LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 PYTHONS = ("3.11", "3.12")
 HEADER = f"""\

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from leeway.services.bench.commands import Overrides, bench_app
+from leeway.services.evaluation.commands import evaluate
+from leeway.services.export import export
 from leeway.services.replay_commands import replay_app
+from leeway.services.retriever_commands import retriever_app
+from leeway.services.trajectory_commands import trajectories_app
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +39,10 @@ config_app = typer.Typer(help="Show, check and describe configurations.", no_arg
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.add_typer(replay_app, name="replay")
+app.add_typer(retriever_app, name="retriever")
+app.add_typer(trajectories_app, name="trajectories")
+app.command("eval")(evaluate)
+app.command("export")(export)
 
 File = Annotated[Path | None, typer.Argument(help="TOML file; without one, the defaults.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]

@@ -10,19 +10,28 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from leeway.actors.config import DataConfig, PolicyConfig, RolloutConfig, SearchConfig
+from leeway.actors.config import (
+    DataConfig,
+    EnvironmentConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    SearchConfig,
+)
 from leeway.learner.config import LearnerConfig
 from leeway.replay.config import FrozenModel, ReplayConfig
 from leeway.replay.errors import ConfigurationError
-from leeway.services.config_checks import check, check_environment, check_files, remarks
+from leeway.services.config_checks import check, remarks
+from leeway.services.config_machine import check_environment, check_files
 from leeway.services.config_text import (
     BUNDLED,
+    FREE_TABLES,
     MASK,
     PATH_KEYS,
     accepts_none,
@@ -91,7 +100,9 @@ class RunConfig(FrozenModel):
     seed: int = 0
     """Seed of sampling, question order and optimizer."""
     policy: PolicyConfig = PolicyConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     search: SearchConfig = SearchConfig()
+    reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = ReplayConfig()
@@ -159,21 +170,26 @@ def _apply_override(data: dict[str, Any], override: str) -> str:
             f"--set {override} is not of the form key=value, such as learner.num_steps=20"
         )
     fields = known_keys()
-    if key not in fields:
+    free = next((table for table in FREE_TABLES if key.startswith(f"{table}.")), None)
+    if key not in fields and free is None:
         raise ConfigurationError(f"--set {override}: {unknown_key(key)}")
-    table, _, leaf = key.rpartition(".")
-    target = data.setdefault(table, {}) if table else data
-    if not isinstance(target, dict):
-        raise ConfigurationError(f"--set {override}: {table} is not a table in the file")
-    if accepts_none(fields[key]) and raw.strip().lower() == "none":
+    *tables, leaf = key.split(".")
+    target = data
+    for depth, table in enumerate(tables, start=1):
+        target = target.setdefault(table, {})
+        if not isinstance(target, dict):
+            path = ".".join(tables[:depth])
+            raise ConfigurationError(f"--set {override}: {path} is not a table in the file")
+    field = fields.get(key)
+    if field is not None and accepts_none(field) and raw.strip().lower() == "none":
         target.pop(leaf, None)
     else:
-        target[leaf] = _parse_value(raw.strip(), fields[key])
-    return key
+        target[leaf] = _parse_value(raw.strip(), field)
+    return free or key
 
 
-def _parse_value(raw: str, field: FieldInfo) -> Any:
-    """The TOML value of `raw`; text without quotes stands for itself."""
+def _parse_value(raw: str, field: FieldInfo | None) -> Any:
+    """The TOML value of `raw`; text without quotes stands for itself. No field: any value."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
@@ -181,12 +197,14 @@ def _parse_value(raw: str, field: FieldInfo) -> Any:
     if set(parsed) != {"value"}:
         return raw
     value = parsed["value"]
-    return raw if is_text(field) and not isinstance(value, str) else value
+    is_string = field is not None and is_text(field)
+    return raw if is_string and not isinstance(value, str) else value
 
 
 def _validate(data: dict[str, Any], source: str, keys_set: Sequence[str]) -> RunConfig:
     for key, value in flatten(data):
-        if isinstance(value, float) and not math.isfinite(value):
+        value = next(filter(_is_infinite, _leaves(value)), None)
+        if value is not None:
             where = f"--set {key}" if key in keys_set else f"{source}: {key}"
             raise ConfigurationError(f"{where} is {value}; it must be a finite number")
     try:
@@ -197,16 +215,37 @@ def _validate(data: dict[str, Any], source: str, keys_set: Sequence[str]) -> Run
         raise ConfigurationError(f"{where} {sentence}") from None
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in a list or table, however deep; any other value itself."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _resolve_paths(config: RunConfig, file: Path | str | None) -> RunConfig:
     """Make the paths of the user absolute; a missing one stays as written for `check` to name."""
     folders = [Path(file).resolve().parent, Path.cwd()] if file is not None else [Path.cwd()]
     found: dict[str, Any] = {}
-    for key in PATH_KEYS:
+    for key in (*PATH_KEYS, "search.index", "search.encoder"):
         written = value_at(config, key)
-        if written == BUNDLED:
-            continue
-        candidates = [folder / Path(written).expanduser() for folder in folders]
-        existing = next((path for path in candidates if path.exists()), None)
-        if existing is not None:
-            found[key] = str(existing.resolve())
+        found[key] = None if written is None else _found_path(written, folders)
+    found["data.sources"] = tuple(
+        source.model_copy(update={"path": _found_path(source.path, folders)})
+        for source in config.data.sources
+    )
     return with_values(config, found)
+
+
+def _found_path(written: str, folders: Sequence[Path]) -> str:
+    """Absolute where it exists in one of the folders, as written where it does not."""
+    if written == BUNDLED:
+        return written
+    candidates = [folder / Path(written).expanduser() for folder in folders]
+    existing = next((path for path in candidates if path.exists()), None)
+    return written if existing is None else str(existing.resolve())

@@ -1,4 +1,4 @@
-"""What a configuration must not say: settings that span parts, and what this machine lacks.
+"""What a configuration must not say: settings that span parts.
 
 `problems` are refused, `remarks` are only said. Each is one sentence with
 the numbers and the remedy.
@@ -15,10 +15,17 @@ from leeway.learner.objective.presets import problems as problems_of_objective
 from leeway.learner.objective.presets import resolve
 from leeway.replay.errors import ConfigurationError
 from leeway.replay.redis_urls import parse_url
-from leeway.services.config_text import BUNDLED, PATH_KEYS, mask_url, show, value_at
+from leeway.services.config_text import (
+    BUNDLED,
+    PATH_KEYS,
+    QUESTION_FILE,
+    mask_url,
+    show,
+    value_at,
+)
 
 if TYPE_CHECKING:
-    from leeway.services.config import ApiConfig, RunConfig
+    from leeway.services.config import RunConfig
 
 
 def check(config: RunConfig, source: str = "the configuration") -> None:
@@ -70,22 +77,30 @@ def _exact_problems(config: RunConfig) -> Iterator[str]:
 
 def _length_problems(config: RunConfig) -> Iterator[str]:
     search, limit = config.search, config.policy.max_model_len
+    limit_key = "policy.max_model_len"
+    if search.max_trajectory_tokens is not None:
+        if search.max_trajectory_tokens > limit:
+            yield (
+                f"search.max_trajectory_tokens = {search.max_trajectory_tokens} does nothing above "
+                f"policy.max_model_len = {limit}; lower it, or raise policy.max_model_len"
+            )
+        limit, limit_key = search.max_trajectory_tokens, "search.max_trajectory_tokens"
     turn, seen = search.max_turn_tokens, search.max_observation_tokens
     if turn >= limit:
         yield (
             f"search.max_turn_tokens = {turn} leaves no room for a prompt within "
-            f"policy.max_model_len = {limit}; lower it or raise policy.max_model_len"
+            f"{limit_key} = {limit}; lower it or raise {limit_key}"
         )
     elif search.max_turns > 1 and 2 * turn + seen >= limit:
         yield (
             f"one search and an answer need 2 x search.max_turn_tokens + "
             f"search.max_observation_tokens = {2 * turn + seen} tokens and the prompt, "
-            f"more than policy.max_model_len = {limit}; raise policy.max_model_len or lower the two"
+            f"more than {limit_key} = {limit}; raise {limit_key} or lower the two"
         )
     if config.learner.micro_batch_tokens < limit:
         yield (
             f"learner.micro_batch_tokens = {config.learner.micro_batch_tokens} cannot hold one "
-            f"trajectory of policy.max_model_len = {limit} tokens; raise it to at least {limit}"
+            f"trajectory of {limit_key} = {limit} tokens; raise it to at least {limit}"
         )
 
 
@@ -166,15 +181,53 @@ def _source_problems(config: RunConfig) -> Iterator[str]:
     retriever = config.search.retriever_url
     if retriever is not None and not re.match(r"https?://.", retriever):
         yield f"search.retriever_url = {show(retriever)} must start with http:// or https://"
-    if retriever is not None and config.search.corpus != BUNDLED:
-        yield "search.corpus is not read while search.retriever_url is set; remove one of the two"
+    yield from _retriever_problems(config)
     for key, what in PATH_KEYS.items():
         yield from _path_problems(key, value_at(config, key), what)
-    if config.data.train != BUNDLED and config.data.train == config.data.held_out:
+    yield from _question_file_problems(config)
+
+
+def _question_file_problems(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.train != BUNDLED and data.train == data.held_out:
         yield (
-            f"data.held_out is the same file as data.train ({config.data.train}); "
+            f"data.held_out is the same file as data.train ({data.train}); "
             "held-out questions must be others"
         )
+    paths = [source.path for source in data.sources]
+    for i, path in enumerate(paths):
+        yield from _path_problems(f"data.sources[{i}].path", path, QUESTION_FILE)
+        if path != BUNDLED and path == data.held_out:
+            yield (
+                f"data.held_out is the same file as data.sources[{i}] ({path}); "
+                "held-out questions must be others"
+            )
+        if path in paths[:i]:
+            yield (
+                f"data.sources[{i}] is the same file as data.sources[{paths.index(path)}] "
+                f"({path}); name it once, with a larger weight"
+            )
+
+
+def _retriever_problems(config: RunConfig) -> Iterator[str]:
+    """One place passages come from; nothing is named that would not be read."""
+    search = config.search
+    if search.corpus != BUNDLED:
+        for key in ("retriever_url", "index"):
+            if getattr(search, key) is not None:
+                yield f"search.corpus is not read while search.{key} is set; remove one of the two"
+    if search.index is not None and search.retriever_url is not None:
+        yield "search.index is not read while search.retriever_url is set; remove one of the two"
+    if search.encoder is not None and search.index is None:
+        yield "search.encoder is not read without a dense search.index; remove it or name the index"
+    wanted = {
+        "index": ("manifest.json", "an index; leeway retriever index CORPUS --out DIR builds one"),
+        "encoder": ("config.json", "a Hugging Face model folder that holds config.json"),
+    }
+    for key, (file, what) in wanted.items():
+        folder = getattr(search, key)
+        if folder is not None and not (Path(folder) / file).is_file():
+            yield f"search.{key} = {show(folder)} is not {what}"
 
 
 def _path_problems(key: str, value: str, what: str) -> Iterator[str]:
@@ -259,56 +312,3 @@ def _exact_remarks(config: RunConfig) -> Iterator[str]:
             f"before the first step, {rounds} times the {in_flight} in flight; "
             f"learner.draw_timeout_s = {wait_s:g} leaves {wait_s / rounds:.0f} s for each time"
         )
-
-
-def check_environment(config: RunConfig, source: str = "the configuration") -> None:
-    """Raise ConfigurationError or DataError for what cannot work on this machine at this time: the
-    API's port, a Redis that does not answer, a corpus or question file.
-    """
-    _check_port(config.api, source)
-    if config.replay.url is not None:
-        from leeway.replay.server import check_url
-
-        try:
-            check_url(config.replay.url)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{source}: replay.url: {error}") from None
-    check_files(config)
-
-
-def check_files(config: RunConfig) -> None:
-    """Read the user's corpus and questions through; DataError names the first bad file and line.
-
-    The bundled ones were checked when they were made.
-    """
-    data, search = config.data, config.search
-    if search.corpus != BUNDLED:
-        from leeway.actors.search.documents import stream_documents
-
-        for _ in stream_documents(search.corpus):
-            pass
-    if data.train != BUNDLED or data.held_out != BUNDLED:
-        from leeway.actors.config import held_out_file, train_file
-        from leeway.actors.search.questions import check_disjoint, load_questions
-
-        check_disjoint(load_questions(train_file(data)), load_questions(held_out_file(data)))
-
-
-def _check_port(api: ApiConfig, source: str) -> None:
-    import socket
-
-    family = socket.AF_INET6 if ":" in api.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((api.host, api.port))
-        except socket.gaierror as error:
-            raise ConfigurationError(
-                f'{source}: api.host = "{api.host}" is not an address of this machine '
-                f"({error.strerror}); use 127.0.0.1, or 0.0.0.0 for every interface"
-            ) from None
-        except OSError as error:
-            raise ConfigurationError(
-                f"{source}: api.port = {api.port} cannot be used on {api.host} "
-                f"({error.strerror}); name another, or 0 for a free one"
-            ) from None

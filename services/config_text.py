@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 BUNDLED: Final = "bundled"
 """Value of a path key that stands for the model, corpus or questions inside the package."""
 
+QUESTION_FILE: Final = (
+    'a JSON-lines file of {"id", "question", "golden_answers"}, or a parquet file'
+)
+
 PATH_KEYS: Final = {
     "model": "a Hugging Face model folder (one that holds config.json)",
     "search.corpus": 'a JSON-lines file of {"id", "contents"}',
-    "data.train": 'a JSON-lines file of {"id", "question", "golden_answers"}',
-    "data.held_out": 'a JSON-lines file of {"id", "question", "golden_answers"}',
+    "data.train": QUESTION_FILE,
+    "data.held_out": QUESTION_FILE,
 }
 """Keys that name a file or folder of the user, with what it has to be."""
+
+FREE_TABLES: Final = ("environment.options",)
+"""Tables whose keys are not ours to know."""
 
 
 def known_keys() -> dict[str, FieldInfo]:
@@ -50,8 +57,18 @@ def _table_of(field: FieldInfo) -> type[FrozenModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, FrozenModel) else None
 
 
+def _item_of(field: FieldInfo) -> type[FrozenModel] | None:
+    """The model of one table where the key holds a list of tables."""
+    if get_origin(field.annotation) is not tuple:
+        return None
+    item = get_args(field.annotation)[0]
+    return item if isinstance(item, type) and issubclass(item, FrozenModel) else None
+
+
 def _alternatives(field: FieldInfo) -> tuple[Any, ...]:
     """The arms of a union or the values of a Literal; otherwise the annotation alone."""
+    if get_origin(field.annotation) in (tuple, dict):
+        return (field.annotation,)
     args = getattr(field.annotation, "__args__", None)
     return tuple(args) if args else (field.annotation,)
 
@@ -68,6 +85,11 @@ def is_text(field: FieldInfo) -> bool:
 
 def expectation(field: FieldInfo) -> str:
     """What a value must be: `a whole number of at least 1`, `one of "vllm", "torch"`."""
+    item = _item_of(field)
+    if item is not None:
+        return f"a list of tables with {', '.join(item.model_fields)}"
+    if get_origin(field.annotation) is dict:
+        return "a table with any keys"
     arms: list[Any] = []
     for arm in _alternatives(field):
         if arm is not type(None):
@@ -98,8 +120,9 @@ def expectation(field: FieldInfo) -> str:
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value); a free table and a list of tables are values."""
     for name, value in data.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and f"{prefix}{name}" not in FREE_TABLES:
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
@@ -124,6 +147,9 @@ def with_values(config: RunConfig, values: dict[str, Any]) -> RunConfig:
 
 def validation_sentence(error: ErrorDetails) -> tuple[str, str]:
     """The sentence for pydantic's first complaint, and the key it is about."""
+    listed = _list_of_tables(error["loc"])
+    if listed is not None:
+        return _item_sentence(error, *listed)
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return unknown_key(key), key
@@ -137,6 +163,34 @@ def validation_sentence(error: ErrorDetails) -> tuple[str, str]:
         first = next(known for known in known_keys() if known.startswith(f"{key}."))
         return f"{key} is {shown}; it must be a table, with keys such as {first}", key
     return f"{key} is {shown}; it must be {expectation(field)}", key
+
+
+def _list_of_tables(loc: tuple[int | str, ...]) -> tuple[str, int, type[FrozenModel]] | None:
+    """The key of the list of tables that a complaint is about, the place in it, and its model."""
+    place = next((i for i, part in enumerate(loc) if isinstance(part, int)), None)
+    if place is None:
+        return None
+    key = ".".join(str(part) for part in loc[:place])
+    field = known_keys().get(key)
+    item = _item_of(field) if field is not None else None
+    return None if item is None else (key, int(loc[place]), item)
+
+
+def _item_sentence(
+    error: ErrorDetails, key: str, place: int, item: type[FrozenModel]
+) -> tuple[str, str]:
+    """A complaint about table number `place`, from 0, of the list of tables `key`."""
+    leaf, where = str(error["loc"][-1]), f"{key}[{place}]"
+    keys = ", ".join(item.model_fields)
+    if error["type"] == "extra_forbidden":
+        return f"{where}.{leaf} is not a key; a table of {key} holds {keys}", key
+    if error["type"] == "missing":
+        return f"{where} has no {leaf}; a table of {key} holds {keys}", key
+    shown = _show_with_kind(error["input"])
+    field = item.model_fields.get(leaf)
+    if field is None:
+        return f"{where} is {shown}; it must be a table with {keys}", key
+    return f"{where}.{leaf} is {shown}; it must be {expectation(field)}", key
 
 
 def show(value: Any) -> str:
@@ -211,9 +265,20 @@ def dump(config: RunConfig) -> str:
 def _toml_line(name: str, value: Any) -> str:
     if value is None:
         return f"# {name} is not set"
+    return f"{name} = {_toml_value(value)}"
+
+
+def _toml_value(value: Any) -> str:
+    """On one line; what is None in a table is left out of it."""
+    if isinstance(value, dict):
+        pairs = [(k, v) for k, v in value.items() if v is not None]
+        inside = ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in pairs)
+        return "{" + inside + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, float):
-        return f"{name} = {value!r}"
-    return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def describe() -> str:
@@ -225,12 +290,17 @@ def describe() -> str:
         table = _table_of(field)
         if table is not None:
             sections.append(_table_section(name, f"`[{name}]`", table))
+            for leaf, inner in table.model_fields.items():
+                item = _item_of(inner)
+                if item is not None:
+                    key = f"{name}.{leaf}"
+                    sections.append(_table_section(key, f"`[[{key}]]`", item))
     return "# Configuration\n\n" + "\n".join(sections)
 
 
 def _table_section(table: str, title: str, model: type[FrozenModel]) -> str:
     about = (model.__doc__ or "").strip().splitlines()[0]
-    about = re.sub(r"\s*Keys (of|at) the .*$", "", about)
+    about = re.sub(r"\s*Keys (of|at) (a|the) .*$", "", about)
     rows = [
         f"| `{name}` | {_cell(expectation(field))} | {_default_cell(field)} "
         f"| {_cell(' '.join((field.description or '').split()))} |"
@@ -246,5 +316,7 @@ def _cell(text: str) -> str:
 
 
 def _default_cell(field: FieldInfo) -> str:
-    default = field.get_default()
+    if field.is_required():
+        return "none: it must be given"
+    default = field.get_default(call_default_factory=True)
     return "not set" if default is None else f"`{json.dumps(default, ensure_ascii=False)}`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import httpx
@@ -10,11 +11,11 @@ import msgspec
 import tenacity
 
 from leeway.actors.failures import RetrievalError
-from leeway.actors.search.index import Bm25Index
+from leeway.actors.search.index import Hit, Index
 from leeway.actors.search.protocol import split_contents
 
-_INLINE_DOCUMENTS: Final = 50_000
-"""Up to this size a query takes under a millisecond and is not worth a thread."""
+_INLINE_MS: Final = 1.0
+"""A query that takes less is not worth a thread."""
 _MAX_CONNECTIONS: Final = 64
 """Requests in flight to one server; more wait their turn within their own deadline."""
 
@@ -41,22 +42,27 @@ class Retriever(Protocol):
         ...
 
 
-class LocalRetriever:
-    """BM25 over a corpus in this process."""
+def passages_of(hits: Sequence[Hit]) -> list[Passage]:
+    """An index' hits as passages."""
+    return [
+        Passage(id=document.id, title=document.title, text=document.text, score=score)
+        for document, score in hits
+    ]
 
-    def __init__(self, index: Bm25Index) -> None:
+
+class LocalRetriever:
+    """An index in this process."""
+
+    def __init__(self, index: Index) -> None:
         self._index = index
 
     async def search(self, query: str, top_k: int) -> list[Passage]:
         """The index's best documents."""
-        if len(self._index) <= _INLINE_DOCUMENTS:
+        if self._index.query_ms < _INLINE_MS:
             [hits] = self._index.search([query], top_k)
         else:
             [hits] = await asyncio.to_thread(self._index.search, [query], top_k)
-        return [
-            Passage(id=document.id, title=document.title, text=document.text, score=score)
-            for document, score in hits
-        ]
+        return passages_of(hits)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -81,9 +87,10 @@ class _Response(msgspec.Struct):
 class HttpRetriever:
     """POST {url}/retrieve, tried again until `timeout_s` has passed.
 
-    One attempt may take half of it, so that a connection that hangs gets a second chance. A refusal
-    (status 4xx other than 408 and 429) and an answer of another shape raise at once: trying again
-    would change nothing.
+    One attempt may take half of it, so that a connection that hangs gets a second chance. A server
+    that says when to come back (Retry-After) is left alone until then. A refusal (status 4xx other
+    than 408 and 429) and an answer of another shape raise at once: trying again would change
+    nothing.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class HttpRetriever:
     async def search(self, query: str, top_k: int) -> list[Passage]:
         """The server's best passages."""
         retrying = tenacity.AsyncRetrying(
-            wait=tenacity.wait_exponential_jitter(initial=0.05, max=2.0, jitter=0.05),
+            wait=_wait_s,
             retry=tenacity.retry_if_exception_type(_TRANSIENT),
         )
         num_attempts, last = 0, "it has not answered yet"
@@ -132,7 +139,7 @@ class HttpRetriever:
         body = {"queries": [query], "topk": top_k, "return_scores": True}
         response = await self._client.post(self._url, json=body)
         if response.status_code in (408, 429) or response.status_code >= 500:
-            raise _BusyServer(f"status {response.status_code}")
+            raise _BusyServer(f"status {response.status_code}", _retry_after_s(response))
         if response.status_code != 200:
             raise RetrievalError(
                 f"{self._url} refused the request: status {response.status_code},"
@@ -143,6 +150,29 @@ class HttpRetriever:
 
 class _BusyServer(Exception):
     """A status that another attempt may better."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """Seconds the server asks to be left alone; 0 where it names none, or a date."""
+    value = response.headers.get("retry-after", "").strip()
+    return float(value) if value.isdecimal() else 0.0
+
+
+_backoff: Final = tenacity.wait_exponential_jitter(initial=0.05, max=2.0, jitter=0.05)
+
+
+def _wait_s(state: tenacity.RetryCallState) -> float:
+    """Longer after each attempt, and never less than the server asked for.
+
+    Jitter on top of that as well: those it turned away together must not come back together.
+    """
+    error = state.outcome.exception() if state.outcome is not None else None
+    asked_s = error.retry_after_s if isinstance(error, _BusyServer) else 0.0
+    return asked_s + _backoff(state) if asked_s else _backoff(state)
 
 
 _TRANSIENT: Final = (httpx.TransportError, _BusyServer)

@@ -15,7 +15,7 @@ S.train_ms = S.train_ms + now - lease.since
 
 local done, records = {}, {}
 for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
-  local id, group = lease.ids[i], cmsgpack.unpack(packed)
+  local id, group = lease.ids[i], read_record(packed)
   if group[DRAWS] == 0 then count(S.leased, group[VERSION], -1) end
   group[DRAWS] = group[DRAWS] + 1
   if group[DRAWS] < c.max_draws and group[VERSION] + c.max_staleness >= next_version() then

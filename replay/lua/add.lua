@@ -16,14 +16,14 @@ end
 
 local function without_slot(id)
   if call('HEXISTS', key.groups, id) == 1 then return 'added' end
-  call('UNLINK', key['payload:'] .. id)
+  call('UNLINK', PAYLOAD .. id)
   return was_added(id) and 'added' or 'expired'
 end
 
 local filled, remembered = {}, {}
 local function fill(i, expiry)
   local id, newest = ids[i], arg.newest[i]
-  local payload = key['payload:'] .. id
+  local payload = PAYLOAD .. id
   -- Only a payload that was just set has a time to live to lose.
   if call('PERSIST', payload) == 0 then return 'no-payload' end
   local size = arg.sizes[i]
@@ -71,7 +71,7 @@ if #filled > 0 then
   for i, pair in ipairs(filled) do
     local id, group = ids[pair[1]], pair[2]
     taken[i], given[i] = members[pair[1]], id
-    records[2 * i - 1], records[2 * i] = id, cmsgpack.pack(group)
+    records[2 * i - 1], records[2 * i] = id, packed_record(group)
     -- As a whole number: Redis would write it out with the care that a fraction needs.
     places[2 * i - 1] = string.format('%d', group[VERSION] * ARRIVALS + group[ARRIVAL])
     places[2 * i] = id

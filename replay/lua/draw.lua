@@ -81,7 +81,7 @@ else
   end
   take(ids)
   for _, packed in ipairs(read_parts(ids, 'HMGET', key.groups)) do
-    local group = cmsgpack.unpack(packed)
+    local group = read_record(packed)
     if group[DRAWS] == 0 then
       count(S.ready, group[VERSION], -1)
       count(S.leased, group[VERSION], 1)

@@ -1,6 +1,6 @@
 -- Store a group that was taken out of a buffer, under its own record. It fills no slot and asks no
 -- limit; the payload has been set as for add.lua.
-local payload = key['payload:'] .. arg.id
+local payload = PAYLOAD .. arg.id
 if call('HEXISTS', key.groups, arg.id) == 1 then return 'held' end
 if arg.draws > 0 and arg.draws >= c.max_draws then
   call('UNLINK', payload)

@@ -4,7 +4,7 @@ for i, id in ipairs(arg.ids) do
   local packed = call('HGET', key.groups, id)
   if packed then
     num_found = num_found + 1
-    local group = cmsgpack.unpack(packed)
+    local group = read_record(packed)
     local before = group[PRIORITY]
     group[PRIORITY] = arg.priorities[i]
     write(id, group)

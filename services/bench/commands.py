@@ -48,6 +48,15 @@ def bench_ctn(as_json: JsonLast = False, quick: Quick = False) -> None:
     show(run(quick=quick), as_json=as_json)
 
 
+@bench_app.command("learner")
+def bench_learner(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """A learner's step on 1.5 billion parameters (a few on a CPU), against the machine's peak."""
+    from leeway.services.bench.learner import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
 @bench_app.command("decode")
 def bench_decode(as_json: JsonLast = False, quick: Quick = False) -> None:
     """Sampling by the torch policy, against generate of transformers."""
@@ -64,6 +73,31 @@ def bench_replay(as_json: JsonLast = False, quick: Quick = False) -> None:
     from leeway.services.bench.report import show
 
     show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("retriever")
+def bench_retriever(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """BM25 over a million passages, 16 requests in flight, against bm25s' own search."""
+    from leeway.services.bench.report import show
+    from leeway.services.bench.retriever import run
+
+    show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("rollout")
+def bench_rollout(
+    as_json: JsonLast = False,
+    quick: Quick = False,
+    backend: Annotated[
+        Literal["auto", "vllm", "torch"],
+        typer.Option(help="Engine. auto: vllm where it is installed, torch with --quick."),
+    ] = "auto",
+) -> None:
+    """The rollout worker by itself, and on an engine against that engine alone."""
+    from leeway.services.bench.report import show
+    from leeway.services.bench.rollout import run
+
+    show(run(quick=quick, backend=backend), as_json=as_json)
 
 
 @bench_app.command("stability")

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from leeway.actors.config import corpus_file, held_out_file, model_dir, train_file
+from leeway.actors.config import held_out_file, model_dir
+from leeway.actors.environment_factory import build_environment
 from leeway.actors.evaluation import Evaluation
 from leeway.actors.rollout import Limits
-from leeway.actors.search.documents import load_documents
-from leeway.actors.search.environment import SearchEnvironment
-from leeway.actors.search.index import Bm25Index
-from leeway.actors.search.questions import QuestionStream, load_questions
+from leeway.actors.search.index_source import index_of
+from leeway.actors.search.questions import QuestionStream, load_questions, load_sources
 from leeway.actors.search.retriever import LocalRetriever
 from leeway.actors.tokens import Tokens
 from leeway.actors.torch_policy import TorchPolicy
@@ -133,19 +132,17 @@ async def _until_done(training: Any, playing: asyncio.Task[None]) -> None:
 def _worker(
     config: RunConfig, policy: TorchPolicy, replay: MemoryReplay, model: Path
 ) -> RolloutWorker:
-    retriever = LocalRetriever(Bm25Index(load_documents(corpus_file(config.search))))
+    retriever = LocalRetriever(index_of(config.search))
+    tokens = Tokens.load(model)
     return RolloutWorker(
         worker_id="worker-0",
         replay=replay,
         policy=policy,
-        environment=SearchEnvironment(
-            config.search,
-            config.rollout.format_penalty,
-            retriever,
-            config.rollout.retrieval_reward,
+        environment=build_environment(
+            config.environment, config.search, config.reward, retriever, tokens.facts
         ),
-        tokens=Tokens.load(model),
-        questions=QuestionStream(load_questions(train_file(config.data)), seed=config.data.seed),
+        tokens=tokens,
+        questions=QuestionStream(load_sources(config.data), seed=config.data.seed),
         config=config.rollout,
         limits=Limits.of(config.search, config.policy),
         oldest_version=policy.version,
@@ -156,7 +153,7 @@ def _scores(evaluation: Evaluation) -> dict[str, Any]:
     return {
         "exact_match": evaluation.scores["exact_match"],
         "by_hops": evaluation.exact_match_by_hops,
-        "num_searches": evaluation.scores["num_searches"],
+        "num_searches": evaluation.scores.get("num_searches"),
     }
 
 

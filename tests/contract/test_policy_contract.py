@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
@@ -173,6 +173,27 @@ async def test_a_cancelled_request_does_not_disturb_the_others(subject: Subject)
     for i in (0, 2, 3):
         assert isinstance(results[i], Completion)
     check_shape(await subject.complete("after-cancel"))
+
+
+async def test_a_cancelled_request_leaves_nothing_running_in_the_engine(subject: Subject):
+    # One sibling fails and the others are cancelled: the engine must not go on with them.
+    tasks = [asyncio.create_task(subject.complete(f"orphan-{i}", max_tokens=100)) for i in range(4)]
+    await asyncio.sleep(0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(10):
+        while num_running(subject.policy):
+            await asyncio.sleep(0.01)
+
+
+def num_running(policy: Any) -> int:
+    """Requests that the engine behind a policy still works on."""
+    if hasattr(policy, "_engine"):  # vLLM
+        return policy._engine.output_processor.get_num_unfinished_requests()
+    if hasattr(policy, "_rows"):  # torch
+        return len(policy._rows) + len(policy._waiting) + policy._queue.qsize()
+    return 0  # scripted: it works in the caller's own task
 
 
 @pytest.mark.parametrize(

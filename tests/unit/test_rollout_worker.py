@@ -378,3 +378,49 @@ async def test_the_window_paces_a_worker_and_the_learner_is_never_over_its_bound
     stats = await replay.stats()
     assert (stats.num_trained, stats.num_slots) == (10, 0)
     assert set(stats.dropped) <= {"shutdown"}
+
+
+class Counting(SearchEnvironment):
+    """Notes the pass of the event loop in which each turn is worked on, and counts its prompts."""
+
+    num_passes = 0
+    num_prompts = 0
+
+    def prompt(self, question: Question) -> str:
+        self.num_prompts += 1
+        return super().prompt(question)
+
+    async def step(self, question: Question, generated: str, turns_left: int):
+        self.passes_of_steps = [*getattr(self, "passes_of_steps", []), self.num_passes]
+        return await super().step(question, generated, turns_left)
+
+    async def count_passes(self) -> None:
+        while True:
+            self.num_passes += 1
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def counting(tokens: Tokens) -> Counting:
+    """8 groups of 8 were played at once, every episode a search and an answer."""
+    book = SlotBook(8)
+    script = lambda text: ANSWER if "<information>" in text else SEARCH  # noqa: E731
+    worker = build(tokens, book, script, group_size=8, max_groups_in_flight=8)
+    environment = Counting(SearchConfig(), 0.1, Passages())
+    worker._environment = environment
+    counter = asyncio.create_task(environment.count_passes())
+    async with running(worker):
+        await until(lambda: len(book.added) == 8)
+        await worker.stop()
+    counter.cancel()
+    return environment
+
+
+async def test_no_two_turns_are_worked_on_in_one_pass_of_the_event_loop(counting: Counting):
+    passes = counting.passes_of_steps
+    assert len(passes) == 8 * 8 * 2
+    assert len(set(passes)) == len(passes)
+
+
+async def test_siblings_share_the_ids_of_one_prompt(counting: Counting):
+    assert counting.num_prompts == 8

@@ -1,7 +1,4 @@
-"""The BM25 index: what is found, in which order, how fast."""
-
-import random
-import time
+"""The BM25 index: what is found, and in which order."""
 
 import pytest
 
@@ -74,28 +71,8 @@ def test_several_queries_get_a_list_each_in_their_order():
     assert [[document.id for document, _ in found] for found in hits] == [["se"], [], ["no"]]
 
 
-def test_unknown_words_do_not_make_the_vocabulary_grow():
-    index = Bm25Index(DOCUMENTS)
-    before = (len(index._tokenizer.word_to_id), len(index._tokenizer.word_to_stem))
-    index.search([f"invented{i} capitals" for i in range(100)], 1)
-    assert (len(index._tokenizer.word_to_id), len(index._tokenizer.word_to_stem)) == before
-
-
 def test_an_index_of_nothing_is_refused():
     with pytest.raises(DataError, match="at least one document"):
         Bm25Index([])
     with pytest.raises(DataError, match="no document of the corpus holds a word"):
         Bm25Index([Document("a", "", "?!"), Document("b", "", "the")])
-
-
-def test_one_query_over_5000_documents_takes_about_a_millisecond():
-    rng = random.Random(0)
-    words = [f"word{i}" for i in range(8000)]
-    weights = [1 / (i + 5) for i in range(8000)]
-    index = Bm25Index(
-        [Document(str(i), "", " ".join(rng.choices(words, weights, k=60))) for i in range(5000)]
-    )
-    queries = [" ".join(rng.choices(words, weights, k=6)) for _ in range(100)]
-    started = time.process_time()
-    index.search(queries, 3)
-    assert (time.process_time() - started) / 100 < 2e-3  # measured: 0.05 ms

@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from leeway.actors.failures import RetrievalError
+from leeway.actors.search import retriever_app
 from leeway.actors.search.documents import Document
 from leeway.actors.search.index import Bm25Index
 from leeway.actors.search.retriever import HttpRetriever, LocalRetriever, Passage
@@ -49,21 +50,44 @@ def test_a_single_query_is_a_list_of_one(client: TestClient):
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "sentence"),
     [
-        {},
-        {"queries": []},
-        {"queries": ["a"], "query": "a"},
-        {"query": "a", "topk": 0},
-        {"query": 3},
+        ({}, 'send either "queries", a list of texts, or "query", one text'),
+        ({"queries": ["a"], "query": "a"}, 'send either "queries"'),
+        ({"queries": []}, "0 queries, but 1 to 512 may be in one request"),
+        ({"queries": ["a"] * 513}, "513 queries, but 1 to 512"),
+        ({"query": "a", "topk": 0}, "topk is 0, it must be 1 to 100"),
+        ({"query": "a", "topk": 101}, "topk is 101"),
+        ({"query": "a" * 4097}, "a query has 4097 characters, at most 4096 may be"),
+        ({"query": 3}, "Expected `str | null`, got `int` - at `$.query`"),
+        ([], "Expected `object`, got `array`"),
     ],
 )
-def test_a_request_in_another_shape_is_refused(client: TestClient, body: dict[str, object]):
-    assert client.post("/retrieve", json=body).status_code == 422
+def test_a_request_in_another_shape_is_refused_in_a_sentence(
+    client: TestClient, body: object, sentence: str
+):
+    answer = client.post("/retrieve", json=body)
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert sentence in answer.json()["detail"]
+
+
+def test_a_body_is_given_up_when_it_is_too_long(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(retriever_app, "MAX_BODY_BYTES", 20)
+    answer = client.post("/retrieve", json={"query": "a query that is too long"})
+    assert (answer.status_code, answer.json()["detail"]) == (422, "the body has more than 20 bytes")
+
+
+def test_what_is_not_there_is_a_problem_too(client: TestClient):
+    assert client.get("/search").json()["detail"] == "GET /search: Not Found"
+    assert client.get("/retrieve").status_code == 405
 
 
 def test_the_health_check_tells_the_size_of_the_corpus(client: TestClient):
-    assert client.get("/healthz").json() == {"status": "ok", "num_documents": 3}
+    health = client.get("/healthz").json()
+    assert (health["status"], health["kind"], health["num_documents"]) == ("ok", "bm25", 3)
 
 
 async def test_local_and_http_retrievers_find_the_same():
@@ -107,6 +131,35 @@ async def test_a_server_that_recovers_is_asked_again():
         return httpx.Response(status, json={"result": [[NORWAY]]})
 
     assert len(await retriever(answer).search("q", 3)) == 1
+
+
+async def test_a_server_is_left_alone_for_as_long_as_it_asks(monkeypatch: pytest.MonkeyPatch):
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    headers = iter([{"Retry-After": "3"}, {}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = next(headers, None)
+        return httpx.Response(
+            429 if found is not None else 200, headers=found, json={"result": [[]]}
+        )
+
+    assert await retriever(answer).search("q", 3) == []
+    # the first as asked, and a little later than others; the others at the usual pace
+    assert 3.0 < waited[0] < 3.2
+    assert max(waited[1:]) < 0.5
+
+
+async def test_a_server_that_asks_for_longer_than_the_deadline_raises_at_the_deadline():
+    answer = always(status=429, headers={"Retry-After": "60"})
+    with pytest.raises(
+        RetrievalError, match=r"no passages within 0\.2 s \(attempt 1; .*status 429"
+    ):
+        await retriever(answer, timeout_s=0.2).search("q", 3)
 
 
 async def test_a_server_that_stays_down_raises_within_the_deadline():

@@ -1,0 +1,1 @@
+"""`leeway eval`: benchmarks played, scored, and compared."""

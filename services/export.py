@@ -1,0 +1,59 @@
+"""`leeway export`: a run's policy as a Hugging Face folder. Importing this file imports nothing
+heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from leeway.replay.errors import ConfigurationError
+
+Which = Literal["last", "best"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN_DIR")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="OUT")],
+    which: Annotated[
+        Which,
+        typer.Option(help="Checkpoint: the newest, or the one with the highest mean reward."),
+    ] = "last",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the weights that are written; training keeps float32.")
+    ] = "float32",
+) -> None:
+    """Write a run's policy as a folder that transformers and vLLM load."""
+    version = export_policy(run_dir, out, which, dtype)
+    typer.echo(f"policy version {version} is in {out}")
+
+
+def export_policy(run_dir: Path, out: Path, which: Which, dtype: Dtype) -> int:
+    """Returns the version. Raises ConfigurationError for a run without such a checkpoint, and for
+    an `out` that exists and is not empty."""
+    from leeway.learner.checkpoint import best, latest
+    from leeway.services.layout import open_run
+    from leeway.services.results import export_model
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigurationError(f"{out} exists; name a folder that does not, or an empty one")
+    run = open_run(run_dir)
+    found = (latest if which == "last" else best)(run.checkpoints)
+    if found is None:
+        raise ConfigurationError(
+            f"{run_dir} holds no complete checkpoint yet; learner.checkpoint_every says how often "
+            "one is written"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    export_model(found.path, out)
+    if dtype != "float32":
+        _round(out, dtype)
+    return found.version
+
+
+def _round(folder: Path, dtype: Dtype) -> None:
+    from leeway.learner.model import round_weights
+
+    round_weights(folder, dtype)
