@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -77,28 +78,44 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some whole trajectories, right-padded. `R` rows, `L` tokens of the longest, `S` trained
-    tokens."""
+    """Some whole trajectories in one row, one behind the other. `P` tokens, `R` trajectories, `S`
+    trained tokens."""
 
-    input_ids_RL: Tensor
-    """[R, L] int64; padding is 0 and stands right of everything that is read."""
+    id_P: Tensor
+    """[P] int64 token ids."""
+    position_P: Tensor
+    """[P] int64 place of each in its trajectory, from 0."""
+    starts_R1: Tensor
+    """[R + 1] int32: trajectory r stands at starts[r] up to starts[r + 1]."""
     predictor_S: Tensor
-    """[S] int64 index into R * L of the position that predicts each trained token."""
+    """[S] int64 index into P of the token that predicts each trained one."""
     target_S: Tensor
     """[S] int64 id of each trained token."""
     token_S: Tensor
     """[S] int64 index of each trained token in the batch."""
+    longest: int
+    """Tokens of the longest trajectory."""
     sizes: tuple[int, ...]
-    """[R] trained tokens of each row; they sum to S."""
+    """[R] trained tokens of each; they sum to S."""
+
+    @property
+    def num_tokens(self) -> int:
+        """P."""
+        return len(self.id_P)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """The same on another device, sent in one piece."""
+        if device == self.id_P.device:
+            return self
+        parts = [self.id_P, self.position_P, self.predictor_S, self.target_S, self.token_S]
+        whole = torch.cat([*parts, self.starts_R1.long()])
+        if device.type == "cuda":
+            whole = whole.pin_memory()
+        sent = whole.to(device, non_blocking=True)
+        sizes = [*map(len, parts), len(self.starts_R1)]
+        ids, positions, predictors, targets, tokens, starts = sent.split(sizes)
         return MicroBatch(
-            self.input_ids_RL.to(device),
-            self.predictor_S.to(device),
-            self.target_S.to(device),
-            self.token_S.to(device),
-            self.sizes,
+            ids, positions, starts.int(), predictors, targets, tokens, self.longest, self.sizes
         )
 
 
@@ -194,36 +211,44 @@ def _concatenate(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic])
 def split(
     lengths: Mapping[int, int], micro_batch_tokens: int, num_ranks: int = 1
 ) -> list[list[list[int]]]:
-    """Trajectory numbers by rank and micro-batch: `split(...)[rank][i]` are the rows of one pass.
+    """Trajectory numbers by rank and micro-batch: `split(...)[rank][i]` are those of one pass.
 
-    Longest first; each goes to the rank with the fewest tokens so far, and a micro-batch holds at
-    most `micro_batch_tokens` padded tokens (a longer trajectory stands alone). Every rank gets the
-    same number of micro-batches; the last of a rank may be empty.
+    As few micro-batches as hold at most `micro_batch_tokens` tokens each (a longer trajectory
+    stands alone), equally many on every rank, and as equal as they get: longest first, each goes to
+    the micro-batch with the fewest tokens so far. Those that ranks run at the same time are
+    neighbours in size. Some are empty where trajectories are few.
 
     `lengths` are the tokens to read of each trajectory.
 
-    lengths {0: 4, 1: 9, 2: 5, 3: 8}, 10 tokens, 2 ranks -> rank 0: [[1], [0]], rank 1: [[3], [2]]
+    lengths {0: 4, 1: 9, 2: 5, 3: 8}, 13 tokens -> [[[1, 0], [3, 2]]]; on 2 ranks
+    rank 0: [[1, 0]], rank 1: [[3, 2]]
     """
-    rows: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for b in sorted(lengths, key=lambda b: (-lengths[b], b)):
-        rank = loads.index(min(loads))
-        rows[rank].append(b)
-        loads[rank] += lengths[b]
-    plan = [_fill(of_rank, lengths, micro_batch_tokens) for of_rank in rows]
-    most = max(len(of_rank) for of_rank in plan)
-    return [of_rank + [[]] * (most - len(of_rank)) for of_rank in plan]
+    order = sorted(lengths, key=lambda b: (-lengths[b], b))
+    num_tokens = sum(min(length, micro_batch_tokens) for length in lengths.values())
+    count = max(1, -(-num_tokens // (micro_batch_tokens * num_ranks)))
+    while True:
+        parts = _spread(order, lengths, count * num_ranks)
+        if all(len(p) == 1 or sum(lengths[b] for b in p) <= micro_batch_tokens for p in parts if p):
+            break
+        count += 1
+    parts.sort(key=lambda part: -sum(lengths[b] for b in part))
+    # Back and forth, so that the first rank does not get the largest of every round.
+    rounds = [parts[i : i + num_ranks] for i in range(0, len(parts), num_ranks)]
+    return [
+        [round_[rank if i % 2 == 0 else num_ranks - 1 - rank] for i, round_ in enumerate(rounds)]
+        for rank in range(num_ranks)
+    ]
 
 
-def _fill(rows: Sequence[int], lengths: Mapping[int, int], budget: int) -> list[list[int]]:
-    """Cut rows, longest first, into micro-batches of at most `budget` padded tokens."""
-    filled: list[list[int]] = []
-    for b in rows:
-        if filled and lengths[filled[-1][0]] * (len(filled[-1]) + 1) <= budget:
-            filled[-1].append(b)
-        else:
-            filled.append([b])
-    return filled
+def _spread(order: Sequence[int], lengths: Mapping[int, int], count: int) -> list[list[int]]:
+    """`count` parts; each trajectory in turn goes to the one with the fewest tokens."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, part) for part in range(count)]
+    for b in order:
+        load, part = heappop(loads)
+        parts[part].append(b)
+        heappush(loads, (load + lengths[b], part))
+    return parts
 
 
 def collate(
@@ -239,18 +264,25 @@ def collate(
         spans = [span[wanted_T[span]] for span in spans]
     position_T = batch.position_T.numpy()
     positions = [position_T[span] for span in spans]
-    width = max(int(of_row[-1]) for of_row in positions)
-    input_ids_RL = np.zeros((len(rows), width), np.int64)
-    for r, (b, of_row) in enumerate(zip(rows, positions, strict=True)):
-        length = int(of_row[-1])
-        input_ids_RL[r, :length] = batch.trajectories[b].token_ids[:length]
+    lengths = [int(of_row[-1]) for of_row in positions]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ids = [batch.trajectories[b].token_ids for b in rows]
     return MicroBatch(
-        torch.from_numpy(input_ids_RL),
-        _concatenate([r * width + p - 1 for r, p in enumerate(positions)], np.int64),
-        _concatenate(
-            [batch.trajectories[b].token_ids[p] for b, p in zip(rows, positions, strict=True)],
-            np.int64,
-        ),
+        _concatenate([i[:length] for i, length in zip(ids, lengths, strict=True)], np.int64),
+        _concatenate([np.arange(length) for length in lengths], np.int64),
+        torch.from_numpy(starts.astype(np.int32)),
+        _concatenate([s + p - 1 for s, p in zip(starts, positions, strict=False)], np.int64),
+        _concatenate([i[p] for i, p in zip(ids, positions, strict=True)], np.int64),
         _concatenate(spans, np.int64),
+        max(lengths),
         tuple(len(span) for span in spans),
     )
+
+
+def nothing() -> MicroBatch:
+    """A micro-batch without trained tokens, whose gradient is 0: one token, because a network
+    cannot read none."""
+    none = torch.zeros(0, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64)
+    starts_R1 = torch.tensor([0, 1], dtype=torch.int32)
+    return MicroBatch(one, one, starts_R1, none, none, none, 1, (0,))

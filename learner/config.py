@@ -28,7 +28,8 @@ class LearnerConfig(FrozenModel):
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps within one step, each over its share of the batch's trajectories."""
     micro_batch_tokens: int = Field(default=16384, ge=256)
-    """Padded tokens of one forward pass."""
+    """Tokens of one forward pass: whole trajectories, packed without padding. A longer trajectory
+    makes a pass of its own."""
     ratio: Literal["token", "turn", "turn-arithmetic", "sequence"] | None = None
     """How log-ratios become one importance ratio; None takes the preset's."""
     advantage: Advantage | None = None
@@ -80,7 +81,17 @@ class LearnerConfig(FrozenModel):
     """How far a value may move from the one at the start of the step before its loss is clipped;
     None takes 0.2."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of forward and backward; weights and optimizer state are float32 always."""
+    """Arithmetic of forward and backward. With bfloat16 the network computes with rounded weights;
+    the weights that are trained, summed gradients and optimizer state are float32 always."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each block, and compute the rest again in the backward pass: a
+    fraction of the memory of a micro-batch, for a third more arithmetic."""
+    compile: bool = False
+    """Compile the blocks with torch.compile: fewer and larger kernels, which pays on a GPU from
+    about a billion parameters on. The first steps take a minute longer."""
+    reshard: bool = True
+    """With several ranks: free a block's whole weights between forward and backward pass and gather
+    them again. False gathers once, and keeps all whole weights in memory during a pass."""
     num_processes: int = Field(default=1, ge=1)
     """Learner ranks started by torchrun on this machine."""
     num_threads: int = Field(default=1, ge=1)

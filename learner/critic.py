@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from leeway.learner.batch import MicroBatch, PackedBatch, collate, split
+from leeway.learner.attention import use_packed_attention
+from leeway.learner.batch import MicroBatch, PackedBatch, collate, nothing, split
 from leeway.learner.config import LearnerConfig
 from leeway.learner.errors import NonFiniteError
-from leeway.learner.gradients import global_norm, scale_to, sum_over_ranks, take_gradients
+from leeway.learner.gradients import give_back, global_norm, scale_to, take_gradients
 from leeway.learner.model import predictor_states
+from leeway.learner.sharding import Layout, lay_out, settle
 from leeway.learner.update import ValueTargets
 from leeway.learner.world import World
 
@@ -53,17 +55,21 @@ class ValueModel(nn.Module):
 
     def __init__(self, policy: PreTrainedModel) -> None:
         super().__init__()
+        use_packed_attention(policy)
         base: Any = policy.base_model
         self.base_model = copy.deepcopy(base)
         like = next(base.parameters())
+        self.dtype = like.dtype
+        """Of the values, whatever the network below computes in."""
         self.head = nn.Linear(policy.config.hidden_size, 1, dtype=like.dtype, device=like.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def values(self, micro_batch: MicroBatch, precision: str) -> Tensor:
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
         """[S] one value per token of the micro-batch."""
-        hidden_SH = predictor_states(self.base_model, micro_batch, precision)
-        return self.head(hidden_SH.to(self.head.weight.dtype)).squeeze(-1)
+        hidden_SH = predictor_states(self.base_model, micro_batch)
+        # A view would lose the hooks of FSDP.
+        return self.head(hidden_SH.to(self.dtype)).squeeze(-1).clone()
 
 
 def value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) -> Tensor:
@@ -89,6 +95,7 @@ class Critic:
     def __init__(self, policy: PreTrainedModel, config: LearnerConfig, world: World) -> None:
         self.model = ValueModel(policy)
         self.model.eval()  # no dropout: values at the start of a step are compared with later ones
+        lay_out(self.model, world, Layout.of(config), exact=self.model.head)
         self._config = config
         self._world = world
         self._parameters = list(self.model.parameters())
@@ -105,11 +112,12 @@ class Critic:
     @torch.no_grad()
     def values(self, batch: PackedBatch) -> Tensor:
         """[T] of every trained token."""
-        value_T = torch.zeros(batch.num_tokens, dtype=self._parameters[0].dtype)
+        dtype, device = self.model.dtype, self._world.device
+        value_T = torch.zeros(batch.num_tokens, dtype=dtype, device=device)
         for micro_batch in self._micro_batches(batch, None):
-            value_S = self._values(micro_batch)
-            value_T[micro_batch.token_S] = value_S.to(value_T)
-        return self._world.all_reduce_sum(value_T.to(self._world.device)).cpu()
+            value_T[micro_batch.token_S] = self.model(micro_batch)
+        settle(self.model)
+        return self._world.all_reduce_sum(value_T).cpu()
 
     def train(self, batch: PackedBatch, targets: ValueTargets) -> CriticMetrics:
         """Go over the batch `critic_epochs` times, one optimizer step each."""
@@ -135,38 +143,34 @@ class Critic:
     def _epoch(self, batch: PackedBatch, targets: ValueTargets) -> tuple[float, float, float]:
         """Loss, clipped share and gradient norm."""
         clip = self._config.value_clip or VALUE_CLIP
-        old_T, return_T = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
-        old_T[targets.token_N], return_T[targets.token_N] = targets.old_N, targets.return_N
-        totals = torch.zeros(2, dtype=torch.float64)
+        both_2T = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
+        both_2T[:, targets.token_N] = torch.stack([targets.old_N, targets.return_N]).double()
+        both_2T = both_2T.to(self._world.device)
+        # On the device until the last pass: a GPU that is asked in between stands still.
+        totals = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         for micro_batch in self._micro_batches(batch, targets.token_N):
-            value_S = self._values(micro_batch)
-            old_S, return_S = (x_T[micro_batch.token_S].to(value_S) for x_T in (old_T, return_T))
+            value_S = self.model(micro_batch)
+            old_S, return_S = both_2T[:, micro_batch.token_S].to(value_S)
             loss = value_loss(value_S, old_S, return_S, clip).sum() / len(targets.token_N)
             loss.backward()
             is_clipped_S = is_value_clipped(value_S.detach(), old_S, return_S, clip)
-            totals += torch.stack([loss.detach(), is_clipped_S.sum()]).cpu().double()
+            totals += torch.stack([loss.detach(), is_clipped_S.sum()])
+        settle(self.model)
         gradients = take_gradients(self._parameters)
-        sum_over_ranks(gradients, self._world)
-        norm = global_norm(gradients)
-        totals = self._world.all_reduce_sum(totals.to(self._world.device)).cpu()
-        loss, num_clipped = totals.tolist()
+        norm = global_norm(gradients, self._world)
+        loss, num_clipped = self._world.all_reduce_sum(totals).tolist()
         if not (np.isfinite(loss) and np.isfinite(norm)):
             raise NonFiniteError(
                 f"the critic's loss is {loss}, its gradient norm {norm}; "
                 "its optimizer step was not taken"
             )
-        scale = scale_to(norm, self._config.max_grad_norm)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient.mul_(scale)
+        give_back(self._parameters, gradients, scale_to(norm, self._config.max_grad_norm))
         # Set anew: a resumed optimizer brings the rates of the run before.
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = self._learning_rate, self._config.weight_decay
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, num_clipped / len(targets.token_N), norm
-
-    def _values(self, micro_batch: MicroBatch) -> Tensor:
-        return self.model.values(micro_batch.to(self._world.device), self._config.precision)
 
     def _micro_batches(self, batch: PackedBatch, token_N: Tensor | None) -> Iterator[MicroBatch]:
         """Those of this rank, over all trajectories; only some of their tokens if given."""
@@ -177,5 +181,5 @@ class Critic:
         for rows in split(batch.lengths(), self._config.micro_batch_tokens, self._world.size)[
             self._world.rank
         ]:
-            if rows:
-                yield collate(batch, rows, wanted_T)
+            micro_batch = collate(batch, rows, wanted_T) if rows else nothing()
+            yield micro_batch.to(self._world.device)

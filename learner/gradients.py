@@ -1,17 +1,14 @@
-"""Gradients as lists of tensors: summed over ranks in flat buckets, measured, and put aside."""
+"""Gradients as lists of tensors: measured over all ranks, scaled, and put aside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from leeway.learner.sharding import local
 from leeway.learner.world import World
-
-BUCKET_BYTES: Final = 64 << 20
-"""Gradients are summed over ranks in flat pieces of about this size."""
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -22,19 +19,12 @@ def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return taken
 
 
-def sum_over_ranks(gradients: Sequence[Tensor], world: World) -> None:
-    """Add gradients over ranks, in place. Weights are global already, so nothing is averaged."""
+def global_norm(gradients: Sequence[Tensor], world: World) -> float:
+    """Euclidean norm of all gradients together, over the slices of all ranks."""
+    of_rank = torch.nn.utils.get_total_norm([local(g) for g in gradients])
     if world.size == 1:
-        return
-    for bucket in _buckets(gradients):
-        flat = world.all_reduce_sum(torch.cat([g.flatten() for g in bucket]))
-        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
-
-
-def global_norm(gradients: Sequence[Tensor]) -> float:
-    """Euclidean norm of all gradients together."""
-    return torch.nn.utils.get_total_norm(gradients).item()
+        return of_rank.item()
+    return world.all_reduce_sum(of_rank.double().square()).sqrt().item()
 
 
 def scale_to(norm: float, max_norm: float) -> float:
@@ -42,14 +32,10 @@ def scale_to(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-12))
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        bucket.append(gradient)
-        size += gradient.nbytes
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+def give_back(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: float
+) -> None:
+    """Put gradients, times `scale`, where the optimizer takes them from."""
+    torch._foreach_mul_([local(g) for g in gradients], scale)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -150,8 +150,11 @@ class _Work:
         self.entropy_S = torch.empty_like(self.lp_S)
         self.loss = hidden_SH.new_zeros((), dtype=exact)
         self.grad_hidden_SH = torch.empty_like(hidden_SH)
-        self.grad_weight_VH = torch.zeros_like(head.weight_VH)
-        self.grad_bias_V = None if head.bias_V is None else torch.zeros_like(head.bias_V)
+        # Summed over chunks in float32 at least, whatever the weights are.
+        self.grad_weight_VH = torch.zeros_like(head.weight_VH, dtype=_exact(head.weight_VH.dtype))
+        self.grad_bias_V = None
+        if head.bias_V is not None:
+            self.grad_bias_V = torch.zeros_like(head.bias_V, dtype=_exact(head.bias_V.dtype))
 
     def at_once(self, chunk: slice, loss_of: LossOf) -> None:
         """Logits, log-probs, loss and gradients of whole trajectories."""
@@ -188,7 +191,7 @@ class _Work:
         dlogits_CV = dlogits_CV.to(self._weight_VH.dtype)
         hidden_CH = self._hidden_SH[chunk]
         if self.grad_bias_V is not None:
-            self.grad_bias_V += dlogits_CV.sum(0)
+            self.grad_bias_V += dlogits_CV.sum(0, dtype=self.grad_bias_V.dtype)
         self.grad_hidden_SH[chunk] = dlogits_CV @ self._weight_VH
         if dlogits_CV.is_cuda and dlogits_CV.dtype != self.grad_weight_VH.dtype:
             # Half-precision factors summed up in float32, without a half-precision product between.

@@ -107,8 +107,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One for each minibatch."""
     num_micro_batches: int
     """Of one rank."""
-    num_padded_tokens: int
-    """Positions this rank's forward passes read, padding included."""
+    num_tokens_read: int
+    """Of one rank: positions its passes read, without those for ||C||."""
     seconds: float
     seconds_ctn: float
     """Spent on ||C||."""

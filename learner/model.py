@@ -1,6 +1,6 @@
 """The policy network: loading, and log-probs of the trained tokens of a micro-batch.
 
-Letters: `R` rows and `L` padded tokens of a micro-batch, `S` its trained tokens, `H` hidden width.
+Letters: `P` tokens of a micro-batch, `S` its trained tokens, `H` hidden width.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from leeway.learner.attention import hidden_states
 from leeway.learner.batch import MicroBatch
 from leeway.learner.head import Head, HeadLoss, LossOf, head_logprobs, head_loss
 from leeway.replay.errors import ConfigurationError
@@ -35,24 +36,25 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> PreTrainedMode
     return model.to(device)
 
 
-def logprobs(
-    model: PreTrainedModel, micro_batch: MicroBatch, precision: str = "float32"
-) -> tuple[Tensor, Tensor]:
-    """Log-prob [S] of each trained token and entropy [S] of what it was drawn from; no gradient.
+class Network(nn.Module):
+    """A causal language model as the learner runs it: micro-batches in, log-probs out."""
 
-    `precision` bfloat16 runs the network under autocast; log-softmax is float32 at least.
-    """
-    with torch.no_grad():
-        hidden_SH = predictor_states(model.base_model, micro_batch, precision)
-        return head_logprobs(hidden_SH, head_of(model), micro_batch.target_S)
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
 
+    def forward(self, micro_batch: MicroBatch, loss_of: LossOf | None = None) -> HeadLoss:
+        """Log-prob [S] of each trained token, entropy [S] of what it was drawn from, and the loss
+        that `loss_of` makes of the log-probs; without one the loss is 0 and nothing has a gradient.
 
-def logprob_loss(
-    model: PreTrainedModel, micro_batch: MicroBatch, loss_of: LossOf, precision: str = "float32"
-) -> HeadLoss:
-    """The loss that `loss_of` makes of the trained tokens' log-probs; see `head_loss`."""
-    hidden_SH = predictor_states(model.base_model, micro_batch, precision)
-    return head_loss(hidden_SH, head_of(model), micro_batch.target_S, loss_of, micro_batch.sizes)
+        The output layer belongs to the pass: its weights are whole only as long as it lasts.
+        """
+        hidden_SH = predictor_states(self.model.base_model, micro_batch)
+        head = head_of(self.model)
+        if loss_of is None:
+            lp_S, entropy_S = head_logprobs(hidden_SH, head, micro_batch.target_S)
+            return HeadLoss(lp_S.new_zeros(()), lp_S, entropy_S)
+        return head_loss(hidden_SH, head, micro_batch.target_S, loss_of, micro_batch.sizes)
 
 
 def head_of(model: PreTrainedModel) -> Head:
@@ -61,14 +63,20 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None))
 
 
-def predictor_states(base: Any, micro_batch: MicroBatch, precision: str = "float32") -> Tensor:
-    """[S, H] last hidden states, by a network without its output layer, of the positions that
-    predict the trained tokens."""
-    device = micro_batch.input_ids_RL.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        # No attention mask: padding stands right of every token that is read, where causal
-        # attention cannot see it, positions count from the left, and attention without a mask is
-        # faster.
-        hidden_RLH = base(input_ids=micro_batch.input_ids_RL, use_cache=False).last_hidden_state
-        hidden_SH = hidden_RLH.flatten(0, 1)[micro_batch.predictor_S]
-    return hidden_SH.bfloat16() if precision == "bfloat16" else hidden_SH
+def predictor_states(base: Any, micro_batch: MicroBatch) -> Tensor:
+    """[S, H] last hidden states, by a network without its output layer, of the tokens that predict
+    the trained ones."""
+    hidden_PH = hidden_states(
+        base,
+        micro_batch.id_P,
+        micro_batch.position_P,
+        micro_batch.starts_R1,
+        micro_batch.longest,
+    )
+    return hidden_PH.index_select(0, micro_batch.predictor_S)
+
+
+def round_weights(folder: Path, dtype: str) -> None:
+    """Write the weights of a Hugging Face folder anew, in `dtype`."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)

@@ -1,12 +1,12 @@
 """Forward and backward passes over whole trajectories of a batch, in micro-batches, over ranks.
 
-Letters: `T` trained tokens of the whole batch, `S` those of a micro-batch, `R` its rows.
+Letters: `T` trained tokens of the whole batch, `S` those of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,70 +15,107 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leeway.learner.batch import MicroBatch, PackedBatch, collate, split
+from leeway.learner.attention import use_packed_attention
+from leeway.learner.batch import MicroBatch, PackedBatch, collate, nothing, split
 from leeway.learner.head import HeadLoss, LossOf
-from leeway.learner.model import logprob_loss, logprobs
-from leeway.learner.objective.loss import BatchTerms, loss
+from leeway.learner.model import Network
+from leeway.learner.objective.loss import BatchTerms, Tokens, loss
 from leeway.learner.objective.presets import Objective
+from leeway.learner.sharding import Layout, lay_out, settle
 from leeway.learner.update import Update
 from leeway.learner.world import World
 
-PASS_TOKENS: Final = 128
-"""What a forward and backward pass on a CPU costs by itself, in padded tokens, where parting rows
-is weighed against padding them."""
-GPU_PASS_TOKENS: Final = 16384
-"""The same on a GPU, which waits for kernels to be launched: there a pass over 500 tokens took as
-long as one over 16,000 (half a billion parameters, H100)."""
+PLAIN: Final = Layout()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pass:
     """What the passes over some trajectories found. Tensors are of the whole batch, on the CPU, 0
     where nothing was read."""
 
     lp_T: Tensor
     entropy_T: Tensor
-    loss: float = 0.0
-    num_micro_batches: int = 0
-    num_padded_tokens: int = 0
+    loss: float
+    num_micro_batches: int
+    """Of this rank."""
+    num_tokens_read: int
+    """Of this rank: positions its passes read."""
 
 
-@dataclass(frozen=True)
+class _Tally:
+    """What passes find, kept on their device until the last one: a GPU that is asked in between
+    stands still."""
+
+    def __init__(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.zeros(2 * num_tokens + 1, dtype=dtype, device=device)
+        self._lp_T, self._entropy_T, self._loss = self._flat.split([num_tokens, num_tokens, 1])
+        self.num_micro_batches = 0
+        self.num_tokens_read = 0
+
+    def note(self, token_S: Tensor, found: HeadLoss) -> None:
+        self._lp_T[token_S] = found.lp_S.to(self._flat.dtype)
+        self._entropy_T[token_S] = found.entropy_S.to(self._flat.dtype)
+        self._loss += found.loss.detach()
+
+    def gather(self, world: World) -> Pass:
+        """Each rank filled its own tokens and left zeros elsewhere, so a sum puts them together."""
+        flat = world.all_reduce_sum(self._flat).cpu()
+        size = len(self._lp_T)
+        return Pass(
+            flat[:size],
+            flat[size : 2 * size],
+            flat[-1].item(),
+            self.num_micro_batches,
+            self.num_tokens_read,
+        )
+
+
 class Passes:
-    """A policy network and how its work is cut up."""
+    """A policy network laid out on the ranks, and how its work is cut up."""
 
-    model: PreTrainedModel
-    world: World
-    micro_batch_tokens: int
-    precision: str = "float32"
-    dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Float64 in the tests that compare splits, the weights' own precision otherwise.
-        object.__setattr__(self, "dtype", next(self.model.parameters()).dtype)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        world: World,
+        micro_batch_tokens: int,
+        layout: Layout = PLAIN,
+    ) -> None:
+        """Takes `model` over: it is changed in place."""
+        use_packed_attention(model)
+        self.network = Network(model)
+        # Float64 in the tests that compare splits, float32 otherwise: of the weights and the sums.
+        self.dtype = next(model.parameters()).dtype
+        lay_out(self.network, world, layout)
+        self._world = world
+        self._micro_batch_tokens = micro_batch_tokens
 
     def measure(self, batch: PackedBatch, trajectories: Sequence[int]) -> Pass:
         """Log-probs and entropy of some trajectories, without gradients, on every rank."""
-        done = self._empty(batch)
-        self._read(batch, trajectories, done)
-        self._gather(done)
-        return done
+        tally = self._tally(batch)
+        self._read(batch, trajectories, tally)
+        settle(self.network)
+        return tally.gather(self._world)
 
     def backward(
         self, update: Update, objective: Objective, rows: Sequence[int], terms: BatchTerms | None
     ) -> Pass:
         """Add the gradient of the loss of some trajectories; those without any are only read."""
-        done = self._empty(update.batch)
+        batch, device = update.batch, self._world.device
+        tally = self._tally(batch)
         rows = tuple(rows)
         has_gradient = np.array(update.has_gradient(rows))
         if not objective.skips_zero_advantage:
             has_gradient[:] = True
         chosen = np.array(rows)
-        for micro_batch in self._micro_batches(update.batch, chosen[has_gradient].tolist(), done):
-            self._note(done, micro_batch, self._lose(update, objective, micro_batch, terms))
-        self._read(update.batch, chosen[~has_gradient].tolist(), done)
-        self._gather(done)
-        return done
+        tokens = update.tokens.to(device)
+        terms = None if terms is None else terms.to(device)
+        plan = self._plan(batch.lengths(chosen[has_gradient].tolist()))
+        for micro_batch in self._micro_batches(batch, plan, tally):
+            loss_of = _objective_loss(objective, tokens, terms, micro_batch.token_S)
+            tally.note(micro_batch.token_S, self._differentiate(micro_batch, loss_of))
+        self._read(batch, chosen[~has_gradient].tolist(), tally)
+        settle(self.network)
+        return tally.gather(self._world)
 
     def backward_linear(
         self, batch: PackedBatch, coefficient_T: Tensor, wanted_T: NDArray[np.bool_]
@@ -87,104 +124,64 @@ class Passes:
 
         Trajectories without one are not read, and none is read behind its last one.
         """
-        last_B = _last_wanted(batch, wanted_T)
-        if not last_B:
-            return
-        plan = split(last_B, self.micro_batch_tokens, self.world.size)
-        pass_tokens = GPU_PASS_TOKENS if self.world.device.type == "cuda" else PASS_TOKENS
-        for rows in plan[self.world.rank]:
-            for part in narrowed([last_B[b] for b in rows], pass_tokens):
-                micro_batch = collate(batch, rows[part], wanted_T)
-                coefficient_S = coefficient_T[micro_batch.token_S].to(self.world.device, self.dtype)
-                self._run(micro_batch, _linear(coefficient_S)).loss.backward()
+        plan = self._plan(_last_wanted(batch, wanted_T))
+        coefficient_T = coefficient_T.to(self._world.device, self.dtype)
+        for micro_batch in self._micro_batches(batch, plan, wanted_T=wanted_T):
+            self._differentiate(micro_batch, _linear(coefficient_T[micro_batch.token_S]))
+        settle(self.network)
 
-    def _lose(
-        self,
-        update: Update,
-        objective: Objective,
-        micro_batch: MicroBatch,
-        terms: BatchTerms | None,
-    ) -> HeadLoss:
-        device = self.world.device
-        tokens = update.tokens.take(micro_batch.token_S).to(device)
-        terms = None if terms is None else terms.take(micro_batch.token_S).to(device)
+    def _differentiate(self, micro_batch: MicroBatch, loss_of: LossOf) -> HeadLoss:
+        found: HeadLoss = self.network(micro_batch, loss_of)
+        found.loss.backward()
+        return found
 
-        def loss_of(lp_C: Tensor, chunk: slice) -> Tensor:
-            of_chunk = None if terms is None else terms.take(chunk)
-            return loss(objective, lp_C, tokens.take(chunk), of_chunk)
+    @torch.no_grad()
+    def _read(self, batch: PackedBatch, trajectories: Sequence[int], tally: _Tally) -> None:
+        plan = self._plan(batch.lengths(trajectories))
+        for micro_batch in self._micro_batches(batch, plan, tally):
+            tally.note(micro_batch.token_S, self.network(micro_batch))
 
-        result = self._run(micro_batch, loss_of)
-        result.loss.backward()
-        return result
-
-    def _run(self, micro_batch: MicroBatch, loss_of: LossOf) -> HeadLoss:
-        on_device = micro_batch.to(self.world.device)
-        return logprob_loss(self.model, on_device, loss_of, self.precision)
-
-    def _read(self, batch: PackedBatch, trajectories: Sequence[int], done: Pass) -> None:
-        for micro_batch in self._micro_batches(batch, trajectories, done):
-            on_device = micro_batch.to(self.world.device)
-            lp_S, entropy_S = logprobs(self.model, on_device, self.precision)
-            self._note(done, micro_batch, HeadLoss(lp_S.new_zeros(()), lp_S, entropy_S))
-
-    def _note(self, done: Pass, micro_batch: MicroBatch, result: HeadLoss) -> None:
-        done.lp_T[micro_batch.token_S] = result.lp_S.to(done.lp_T)
-        done.entropy_T[micro_batch.token_S] = result.entropy_S.to(done.entropy_T)
-        done.loss += result.loss.item()
+    def _plan(self, lengths: Mapping[int, int]) -> list[list[int]]:
+        """Trajectories of each micro-batch of this rank; ranks have equally many."""
+        if not lengths:
+            return []
+        return split(lengths, self._micro_batch_tokens, self._world.size)[self._world.rank]
 
     def _micro_batches(
         self,
         batch: PackedBatch,
-        trajectories: Sequence[int],
-        done: Pass,
+        plan: Sequence[Sequence[int]],
+        tally: _Tally | None = None,
+        wanted_T: NDArray[np.bool_] | None = None,
     ) -> Iterator[MicroBatch]:
-        """Those of this rank; ranks have equally many, and an empty one yields nothing."""
-        if not trajectories:
-            return
-        plan = split(batch.lengths(trajectories), self.micro_batch_tokens, self.world.size)
-        for rows in plan[self.world.rank]:
-            done.num_micro_batches += 1
-            if rows:
-                micro_batch = collate(batch, rows)
-                done.num_padded_tokens += micro_batch.input_ids_RL.numel()
-                yield micro_batch
+        """On the device. An empty one is run too: the other ranks wait for this one's slices."""
+        for rows in plan:
+            micro_batch = collate(batch, rows, wanted_T) if rows else nothing()
+            if tally is not None:
+                tally.num_micro_batches += 1
+                tally.num_tokens_read += micro_batch.num_tokens
+            yield micro_batch.to(self._world.device)
 
-    def _empty(self, batch: PackedBatch) -> Pass:
-        zero_T = torch.zeros(batch.num_tokens, dtype=self.dtype)
-        return Pass(zero_T, zero_T.clone())
+    def _tally(self, batch: PackedBatch) -> _Tally:
+        return _Tally(batch.num_tokens, self.dtype, self._world.device)
 
-    def _gather(self, done: Pass) -> None:
-        """Each rank filled its own tokens and left zeros elsewhere, so a sum puts them together."""
-        if self.world.size == 1:
-            return
-        flat = torch.cat([done.lp_T, done.entropy_T, done.lp_T.new_tensor([done.loss])])
-        flat = self.world.all_reduce_sum(flat.to(self.world.device)).cpu()
-        size = len(done.lp_T)
-        done.lp_T, done.entropy_T = flat[:size], flat[size : 2 * size]
-        done.loss = flat[-1].item()
+
+def _objective_loss(
+    objective: Objective, tokens: Tokens, terms: BatchTerms | None, token_S: Tensor
+) -> LossOf:
+    """The loss of a micro-batch's tokens, chunk by chunk."""
+    tokens = tokens.take(token_S)
+    terms = None if terms is None else terms.take(token_S)
+
+    def loss_of(lp_C: Tensor, chunk: slice) -> Tensor:
+        of_chunk = None if terms is None else terms.take(chunk)
+        return loss(objective, lp_C, tokens.take(chunk), of_chunk)
+
+    return loss_of
 
 
 def _linear(coefficient_S: Tensor) -> LossOf:
     return lambda lp_C, chunk: (coefficient_S[chunk] * lp_C).sum()
-
-
-def narrowed(lengths: Sequence[int], pass_tokens: int) -> list[slice]:
-    """Where to part rows, longest first, so that padding and passes together cost least.
-
-    lengths [9, 8, 2, 2], 3 tokens a pass: one part costs 3 + 4 * 9 = 39, two cost
-    3 + 2 * 9 + 3 + 2 * 2 = 28 -> [0:2, 2:4]
-    """
-    cost, start = [0], [0]
-    for stop in range(1, len(lengths) + 1):
-        least = min((cost[i] + (stop - i) * lengths[i], i) for i in range(stop))
-        cost.append(least[0] + pass_tokens)
-        start.append(least[1])
-    parts: list[slice] = []
-    stop = len(lengths)
-    while stop:
-        parts.append(slice(start[stop], stop))
-        stop = start[stop]
-    return parts[::-1]
 
 
 def _last_wanted(batch: PackedBatch, wanted_T: NDArray[np.bool_]) -> dict[int, int]:

@@ -7,7 +7,7 @@ A step, on every rank alike:
    values, advantages, weights (update.py);
 2. for each minibatch (one, unless configured otherwise)
    a. where the objective needs a number of the whole minibatch first: log-probs without gradient;
-   b. micro-batches forward and backward, log-probs kept; gradients and log-probs summed over ranks;
+   b. micro-batches forward and backward, log-probs kept; both are summed over ranks;
    c. everything must be finite, or NonFiniteError before the optimizer steps;
    d. gradient bounded to `max_grad_norm`, THEN divided by clipping-triggered normalization: a bound
       applied after the division would cancel it whenever both norms exceed the limit;
@@ -18,7 +18,7 @@ A step, on every rank alike:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,13 +31,14 @@ from leeway.learner.batch import PackedBatch
 from leeway.learner.config import LearnerConfig
 from leeway.learner.critic import Critic
 from leeway.learner.errors import NonFiniteError
-from leeway.learner.gradients import global_norm, scale_to, sum_over_ranks, take_gradients
+from leeway.learner.gradients import give_back, global_norm, scale_to, take_gradients
 from leeway.learner.metrics import StepMetrics, data_metrics, policy_metrics
 from leeway.learner.objective.ctn import bias_coefficient, ctn_divisor
 from leeway.learner.objective.loss import BatchTerms, batch_terms, clipped
 from leeway.learner.objective.presets import resolve
 from leeway.learner.objective.ratio import importance_ratio, log_ratio
 from leeway.learner.passes import Pass, Passes
+from leeway.learner.sharding import Layout, full_weights
 from leeway.learner.update import Update, build_update, check_finite, tokens_of
 from leeway.learner.world import World
 
@@ -73,6 +74,9 @@ class Trainer:
         self.config = config
         self.world = World() if world is None else world
         self.objective = resolve(config)
+        # It starts as a copy of the policy, which is sharded in the next line.
+        self.critic = Critic(model, config, self.world) if self.objective.needs_critic else None
+        self._passes = Passes(model, self.world, config.micro_batch_tokens, Layout.of(config))
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -81,8 +85,6 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.critic = Critic(model, config, self.world) if self.objective.needs_critic else None
-        self._passes = Passes(model, self.world, config.micro_batch_tokens, config.precision)
         # Dropout would make the ratio of a policy to itself differ from 1.
         model.eval()
 
@@ -115,7 +117,7 @@ class Trainer:
             critic=critic,
             num_optimizer_steps=len(steps),
             num_micro_batches=sum(step.done.num_micro_batches for step in steps),
-            num_padded_tokens=sum(step.done.num_padded_tokens for step in steps),
+            num_tokens_read=sum(step.done.num_tokens_read for step in steps),
             seconds=time.perf_counter() - started,
             seconds_ctn=sum(step.seconds_ctn for step in steps),
         )
@@ -136,6 +138,10 @@ class Trainer:
         """Log-prob [T] and entropy [T] of the batch's trained tokens, without gradients."""
         done = self._passes.measure(batch, range(len(batch.trajectories)))
         return done.lp_T, done.entropy_T
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's whole tensors, one by one; see `full_weights`."""
+        return full_weights(self.model)
 
     def _update(self, batch: PackedBatch, version: int) -> Update:
         proximal_T = value_T = None
@@ -161,8 +167,7 @@ class Trainer:
         terms = self._first_pass(update, rows) if objective.needs_first_pass else None
         done = self._passes.backward(update, objective, rows, terms)
         gradients = take_gradients(self.parameters)
-        sum_over_ranks(gradients, self.world)
-        norm = global_norm(gradients)
+        norm = global_norm(gradients, self.world)
         check_finite(batch, done.lp_T, CURRENT)
         _check_finite("loss", done.loss)
         _check_finite("gradient norm", norm)
@@ -214,15 +219,12 @@ class Trainer:
             return 0.0
         coefficient_T = bias_coefficient(w_T, tokens.a_T, tokens.term_weight_T, clipped_T)
         self._passes.backward_linear(update.batch, coefficient_T, clipped_T.numpy())
-        bias = take_gradients(self.parameters)
-        sum_over_ranks(bias, self.world)
-        return global_norm(bias)
+        return global_norm(take_gradients(self.parameters), self.world)
 
     def _apply(self, gradients: Sequence[Tensor], scale: float, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = learning_rate, self.config.weight_decay
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.mul_(scale)
+        give_back(self.parameters, gradients, scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -1,7 +1,8 @@
 """The ranks of one learner: a thin layer over torch.distributed (gloo on CPU, NCCL on GPU).
 
-Addresses come from the environment that torchrun sets. Without WORLD_SIZE, or with 1, no process
-group exists and every call is the identity. All ranks make the same calls in the same order.
+Addresses come from the environment that torchrun sets. Without WORLD_SIZE, or with 1, every call is
+the identity, and a process group exists only once `mesh` is asked for. All ranks make the same
+calls in the same order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from leeway.replay.errors import WaitTimeout
 
@@ -48,6 +50,14 @@ class World:
         backend = "nccl" if on.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         return cls(dist.get_rank(), size, on, timeout_s)
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks in a row, for FSDP."""
+        if not dist.is_initialized():
+            # Alone, without an address: a store in this process.
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return init_device_mesh(self.device.type, (self.size,))
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Add `tensor` over all ranks, in place; returns it."""
@@ -88,7 +98,7 @@ class World:
 
     def close(self) -> None:
         """Leave the process group."""
-        if self.size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     @contextmanager

@@ -1,7 +1,8 @@
 """The learner process: what the loop of learner/loop.py works with, built and wired.
 
-Rank 0 runs the loop. The other ranks follow: they wait for a batch from rank 0, train the same
-step, and end when rank 0 says so; every collective has a deadline.
+Rank 0 runs the loop. The other ranks follow its orders: they train the same step, hand over their
+slices of the weights for a publish, write theirs of a checkpoint, and end when rank 0 says so.
+Every collective has a deadline.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,6 +49,28 @@ EPOCH_S = 60.0
 """Added to the draw deadline: how long ranks wait for rank 0 between two batches."""
 
 
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to the others: one step."""
+
+    groups: list[bytes]
+    """Encoded."""
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to the others: hand over the weights."""
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to the others: a checkpoint of the current version."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to the others: that was all."""
+
+
+Order = Train | Gather | Save | End
+
+
 class LearnerProcess:
     """One rank of the learner. Implements loop.Learning on rank 0."""
 
@@ -64,24 +86,25 @@ class LearnerProcess:
         self._max_staleness_seen = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._checkpointed = -1
+        self._rewards: list[float] = []
         self.num_steps = learner.num_steps
         self.draw_timeout_s = learner.draw_timeout_s
         self._world = World.from_environment(timeout_s=learner.draw_timeout_s + EPOCH_S)
-        self._source = self._load()
+        self._load()
 
-    def _load(self) -> Path:
+    def _load(self) -> None:
         """Model, optimizer and version: from the last checkpoint, else from the base model."""
         base = model_dir(self._config.model)
         found = checkpoint.latest(self._run.checkpoints)
         model = load_model(found.path if found else base, self._world.device)
         self._trainer = Trainer(model, self._config.learner, self._world)
+        self._checkpoints = checkpoint.Checkpoints(self._run.checkpoints, base, self._world)
         self.version = PolicyVersion(0)
         if found:
-            restored = checkpoint.restore(found.path, self._trainer.optimizer, self._trainer.critic)
+            restored = checkpoint.restore(found.path, self._trainer)
             self.version = PolicyVersion(restored.version)
             self._max_staleness_seen = int(restored.extra.get("max_staleness_seen", 0))
             self._checkpointed = restored.version
-        return base
 
     def stop(self) -> None:
         """Finish the step under way, checkpoint, end. Safe from a signal handler."""
@@ -112,13 +135,13 @@ class LearnerProcess:
             if self.version < self.num_steps:
                 await until_training(self._board, self.stop_requested)
             await loop.run(self, replay)
-            self.save()
+            self._save_and_wait()
             await self._board.set_phase("evaluating-after")
         except LearnerStopped:
-            self.save()
+            self._save_and_wait()
             raise
         finally:
-            self._world.broadcast_bytes(b"")
+            self._order(End())
             await replay.close()
             await policies.close()
             await self._board.close()
@@ -142,8 +165,8 @@ class LearnerProcess:
     async def train(self, lease: Lease) -> None:
         """One optimizer step; the staleness bound is asserted on what is about to be trained."""
         check_staleness(lease, self._config.replay)
-        payload = msgspec.msgpack.encode([encode(group) for group in lease.groups])
-        self._world.broadcast_bytes(payload)
+        if self._world.size > 1:
+            self._order(Train([encode(group) for group in lease.groups]))
         self._step(lease.groups)
 
     def _step(self, groups: tuple[Group, ...]) -> None:
@@ -153,7 +176,8 @@ class LearnerProcess:
 
     async def publish(self) -> None:
         """Send the current version to every live engine."""
-        await self._publisher.publish(self.version, self._weights())
+        self._order(Gather())
+        await self._publisher.publish(self.version, dict(self._trainer.weights()))
 
     async def catch_up(self) -> None:
         """While waiting for data: engines that hold another version get the current one.
@@ -185,6 +209,7 @@ class LearnerProcess:
         """Metrics to disk and board; a checkpoint when it is due."""
         assert self._metrics is not None
         metrics = self._metrics.as_dict()
+        self._rewards.append(metrics["reward_mean"])
         self._recent.append((wait_s, metrics["seconds"]))
         self._max_staleness_seen = max(self._max_staleness_seen, int(metrics["staleness_max"]))
         line = {"step": self.version, "time": time.time(), "wait_s": wait_s, **metrics}
@@ -224,35 +249,46 @@ class LearnerProcess:
             "max_staleness_seen": self._max_staleness_seen,
         }
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """All that an engine loads: parameters once, tied ones not repeated, and saved buffers."""
-        model = self._trainer.model
-        weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-        saved = model.state_dict(keep_vars=True)
-        buffers = {n: b for n, b in model.named_buffers() if n in saved}
-        return weights | buffers
-
     def save(self) -> None:
-        """Write a checkpoint of the current version, once."""
+        """Begin a checkpoint of the current version, once; it is written while training goes on.
+
+        Its score is the mean reward of the steps since the one before.
+        """
         if self.version in (self._checkpointed, 0):
             return
-        checkpoint.save(
-            self._run.checkpoints,
-            self._trainer.model,
-            self._trainer.optimizer,
-            self.version,
-            self._source,
-            {"max_staleness_seen": self._max_staleness_seen},
-            self._trainer.critic,
-        )
+        self._order(Save())
+        score = sum(self._rewards) / len(self._rewards) if self._rewards else None
+        self._save(score)
+        self._rewards.clear()
+
+    def _save(self, score: float | None = None) -> None:
+        extra = {"max_staleness_seen": self._max_staleness_seen}
+        self._checkpoints.save(self._trainer, self.version, extra, score)
         self._checkpointed = self.version
+
+    def _save_and_wait(self) -> None:
+        self.save()
+        self._checkpoints.close()
+
+    def _order(self, order: Order) -> None:
+        """Tell the other ranks what comes next."""
+        self._world.broadcast_bytes(msgspec.msgpack.encode(order))
 
     # ---- the other ranks
 
     def _follow(self) -> None:
-        while payload := self._world.broadcast_bytes(None):
-            encoded = msgspec.msgpack.decode(payload, type=list[bytes])
-            self._step(tuple(decode(group) for group in encoded))
+        """Do as rank 0 says. What a gather yields is let go: rank 0 alone publishes."""
+        while True:
+            match msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Order):
+                case Train(groups):
+                    self._step(tuple(decode(group) for group in groups))
+                case Gather():
+                    deque(self._trainer.weights(), maxlen=0)
+                case Save():
+                    self._save()
+                case End():
+                    self._checkpoints.close()
+                    return
 
 
 async def until_training(

@@ -37,8 +37,8 @@ from leeway.services.bench.timing import interleaved
 CLIP_FRACTION: Final = 0.05
 GROUP_SIZE: Final = 8
 GPU_MICRO_BATCH_TOKENS: Final = 32768
-"""What half a billion parameters leave room for in 80 GB. With the default of 8192 a GPU waits for
-launches, and the step takes as long as it has passes, however small they are."""
+"""What half a billion parameters leave room for in 80 GB. The larger a pass, the less a GPU waits
+for kernels to be launched."""
 DISTANCE: Final = 0.5
 """Log-ratio of a clipped token: exp(0.5) and exp(-0.5) lie outside 1 +- 0.2."""
 

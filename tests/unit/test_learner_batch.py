@@ -3,6 +3,9 @@
 import msgspec
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from leeway.learner.batch import build_batch, collate, split
 from leeway.learner.metrics import data_metrics, staleness
@@ -106,30 +109,75 @@ def lengths(*wanted: int) -> Group:
     return group(*(trajectory(f"t{n}", ((1, 0),), prompt=n) for n in wanted))
 
 
-def test_split_balances_ranks_and_keeps_the_budget() -> None:
+def test_split_makes_few_equal_micro_batches_and_keeps_the_budget() -> None:
     batch = build_batch([lengths(4, 9, 5, 8)])
-    assert split(batch.lengths(), 10, num_ranks=2) == [[[1], [0]], [[3], [2]]]
-    assert split(batch.lengths(), 16) == [[[1], [3, 2], [0]]]
+    assert split(batch.lengths(), 13) == [[[1, 0], [3, 2]]]
+    assert split(batch.lengths(), 13, num_ranks=2) == [[[1, 0]], [[3, 2]]]
+    # 26 tokens would fit twice 13, but not the 12 that are allowed.
+    assert split(batch.lengths(), 12) == [[[1], [2, 0], [3]]]
+    assert split(batch.lengths(), 26) == [[[1, 3, 2, 0]]]
 
 
 def test_every_rank_has_the_same_number_of_micro_batches() -> None:
     batch = build_batch([lengths(9, 9, 9)])
-    assert split(batch.lengths(), 9, num_ranks=2) == [[[0], [2]], [[1], []]]
+    assert split(batch.lengths(), 9, num_ranks=2) == [[[0], []], [[1], [2]]]
+
+
+def test_a_trajectory_longer_than_the_budget_stands_alone() -> None:
+    batch = build_batch([lengths(30, 4, 5)])
+    assert split(batch.lengths(), 10) == [[[0], [2, 1]]]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 60), st.integers(1, 4))
+def test_a_split_holds_each_trajectory_once_within_the_budget_on_equal_ranks(
+    sizes: list[int], budget: int, num_ranks: int
+) -> None:
+    plan = split(dict(enumerate(sizes)), budget, num_ranks)
+    assert sorted(b for rank in plan for rows in rank for b in rows) == list(range(len(sizes)))
+    assert len(plan) == num_ranks and len({len(rank) for rank in plan}) == 1
+    loads = [[sum(sizes[b] for b in rows) for rows in rank] for rank in plan]
+    pairs = [(load, rows) for r, p in zip(loads, plan, strict=True) for load, rows in zip(r, p)]  # noqa: B905
+    assert all(load <= budget or len(rows) == 1 for load, rows in pairs)
+    # No micro-batch could take the smallest of another and be the smaller one still.
+    assert max(load - min((sizes[b] for b in rows), default=0) for load, rows in pairs) <= min(
+        load for load, _ in pairs
+    )
 
 
 def test_a_micro_batch_reads_nothing_behind_its_last_trained_token() -> None:
     # 4 prompt, 2 generated, 3 observed, 1 generated, 7 observed: 9 tokens predict the last one.
     batch = build_batch([group(trajectory("a", ((2, 3), (1, 7))))])
     micro_batch = collate(batch, [0])
-    assert micro_batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert micro_batch.id_P.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert micro_batch.predictor_S.tolist() == [3, 4, 8]
     assert micro_batch.target_S.tolist() == [5, 6, 10]
+
+
+def test_trajectories_stand_one_behind_the_other_without_padding() -> None:
+    batch = build_batch([group(trajectory("a"), trajectory("b", ((1, 0),), prompt=2))])
+    micro_batch = collate(batch, [1, 0])
+    assert micro_batch.id_P.tolist() == [1, 2, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert micro_batch.position_P.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert micro_batch.starts_R1.tolist() == [0, 2, 11]
+    assert micro_batch.predictor_S.tolist() == [1, 5, 6, 10]
+    assert micro_batch.target_S.tolist() == [3, 5, 6, 10]
+    assert micro_batch.token_S.tolist() == [3, 0, 1, 2]
+    assert (micro_batch.longest, micro_batch.sizes) == (9, (1, 3))
 
 
 def test_a_micro_batch_of_wanted_tokens_is_cut_behind_the_last_one() -> None:
     batch = build_batch([group(trajectory("a"), trajectory("b"))])
     wanted_T = np.array([False, True, False, True, False, False])
     micro_batch = collate(batch, [0, 1], wanted_T)
-    assert micro_batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]
+    assert micro_batch.id_P.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4]
     assert micro_batch.token_S.tolist() == [1, 3]
     assert micro_batch.predictor_S.tolist() == [4, 8]
+
+
+def test_a_micro_batch_travels_in_one_piece_and_arrives_as_it_was() -> None:
+    batch = build_batch([group(trajectory("a"), trajectory("b"))])
+    micro_batch = collate(batch, [0, 1])
+    arrived = micro_batch.to(torch.device("meta"))
+    assert arrived.starts_R1.dtype == torch.int32
+    for name in ("id_P", "position_P", "starts_R1", "predictor_S", "target_S", "token_S"):
+        assert getattr(arrived, name).shape == getattr(micro_batch, name).shape

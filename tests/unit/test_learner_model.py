@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leeway.learner import head
-from leeway.learner.batch import MicroBatch
+from leeway.learner.attention import use_packed_attention
+from leeway.learner.batch import MicroBatch, nothing
 from leeway.learner.head import Head, head_logprobs, head_loss
-from leeway.learner.model import load_model, logprob_loss, logprobs
+from leeway.learner.model import Network, load_model
 from leeway.replay.errors import ConfigurationError
 
 
@@ -30,21 +31,27 @@ def tiny(tied: bool = True) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-MASK_RL = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+SIX, FOUR = [5, 9, 2, 7, 1, 3], [8, 4, 6, 2]
 
 
-def two_rows() -> MicroBatch:
-    """Lengths 6 and 4; trained tokens are the last two of each."""
-    ids_RL = torch.tensor([[5, 9, 2, 7, 1, 3], [8, 4, 6, 2, 0, 0]])
-    predictor_S, target_S = torch.tensor([4, 5, 8, 9]), torch.tensor([3, 11, 2, 12])
-    return MicroBatch(ids_RL, predictor_S, target_S, torch.arange(4), (2, 2))
+def packed() -> MicroBatch:
+    """Lengths 6 and 4; trained tokens are the last and the one behind it of each."""
+    return MicroBatch(
+        id_P=torch.tensor([*SIX, *FOUR]),
+        position_P=torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 3]),
+        starts_R1=torch.tensor([0, 6, 10], dtype=torch.int32),
+        predictor_S=torch.tensor([4, 5, 8, 9]),
+        target_S=torch.tensor([3, 11, 2, 12]),
+        token_S=torch.arange(4),
+        longest=6,
+        sizes=(2, 2),
+    )
 
 
 def plain(model: LlamaForCausalLM, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    logits = model(input_ids=micro_batch.input_ids_RL, attention_mask=MASK_RL).logits.flatten(0, 1)[
-        micro_batch.predictor_S
-    ]
-    log_p = logits.log_softmax(-1)
+    """Each trajectory by itself, with the attention that the model comes with."""
+    logits = [model(input_ids=torch.tensor([ids])).logits[0, -2:] for ids in (SIX, FOUR)]
+    log_p = torch.cat(logits).log_softmax(-1)
     lp_S = log_p.gather(-1, micro_batch.target_S[:, None]).squeeze(-1)
     return lp_S, -(log_p.exp() * log_p).sum(-1)
 
@@ -57,13 +64,15 @@ def of_coefficients(lp_C: Tensor, chunk: slice) -> Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_log_probs_loss_and_gradient_equal_the_masked_plain_path(tied: bool) -> None:
-    model, micro_batch = tiny(tied).double(), two_rows()
-    lp_S, entropy_S = plain(model, micro_batch)
+def test_log_probs_loss_and_gradient_equal_the_plain_path_of_each_alone(tied: bool) -> None:
+    reference, micro_batch = tiny(tied).double(), packed()
+    lp_S, entropy_S = plain(reference, micro_batch)
     loss = (COEFFICIENT_S * lp_S.exp()).sum()
-    expected = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.autograd.grad(loss, list(reference.parameters()))
 
-    result = logprob_loss(model, micro_batch, of_coefficients)
+    model = tiny(tied).double()
+    use_packed_attention(model)
+    result = Network(model)(micro_batch, of_coefficients)
     result.loss.backward()
     found = [p.grad for p in model.parameters()]
     torch.testing.assert_close(found, list(expected), rtol=1e-9, atol=1e-12)
@@ -72,7 +81,9 @@ def test_log_probs_loss_and_gradient_equal_the_masked_plain_path(tied: bool) -> 
         (loss.detach(), lp_S.detach(), entropy_S.detach()),
         rtol=1e-9, atol=1e-12,
     )  # fmt: skip
-    torch.testing.assert_close(logprobs(model, micro_batch), (result.lp_S, result.entropy_S))
+    read = Network(model)(micro_batch)
+    torch.testing.assert_close(read[1:], (result.lp_S, result.entropy_S))
+    assert read.loss == 0 and not read.loss.requires_grad
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
@@ -116,18 +127,20 @@ def test_what_a_gpu_fuses_equals_what_a_cpu_does() -> None:
 
 
 def test_only_the_loss_carries_a_gradient() -> None:
-    result = logprob_loss(tiny(), two_rows(), of_coefficients)
+    model = tiny()
+    use_packed_attention(model)
+    result = Network(model)(packed(), of_coefficients)
     assert result.loss.requires_grad
     assert not result.lp_S.requires_grad and not result.entropy_S.requires_grad
 
 
-def test_bfloat16_stays_near_float32_and_gradients_are_float32() -> None:
-    model, micro_batch = tiny(), two_rows()
-    result = logprob_loss(model, micro_batch, of_coefficients, "bfloat16")
-    result.loss.backward()
-    assert result.lp_S.dtype == torch.float32
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-    torch.testing.assert_close(result.lp_S, logprobs(model, micro_batch)[0], rtol=0.05, atol=0.05)
+def test_a_micro_batch_of_nothing_has_a_gradient_of_zero() -> None:
+    model = tiny()
+    use_packed_attention(model)
+    found = Network(model)(nothing(), of_coefficients)
+    found.loss.backward()
+    assert found.lp_S.shape == (0,)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leeway.learner.batch import PackedBatch, build_batch
@@ -82,12 +83,16 @@ def configure(objective: str = "so-grpo", tokens: int = 4096, **more: float | st
     )
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def watch(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The gradient of every step it will make."""
     seen: list[torch.Tensor] = []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in parameters]))
+        lambda *_: seen.append(torch.cat([whole(p.grad).flatten() for p in parameters]))
     )
     return seen
 
