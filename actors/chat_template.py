@@ -57,7 +57,7 @@ class ChatTemplate:
         """The conversation and the beginning of the reply. Raises ConfigurationError for messages
         that the template refuses or leaves out.
         """
-        held: list[str] = []
+        held: list[tuple[str, bool]] = []
         plain = [{"role": m.role, "content": _hold(m.content, held)} for m in messages]
         rendered = self._render(plain, add_generation_prompt=True)
         parts = _HELD.split(rendered)
@@ -67,9 +67,7 @@ class ChatTemplate:
                 f" {' or '.join(sorted({repr(m.role) for m in messages}))}; set"
                 ' search.chat_template = "off", or unset search.system_prompt'
             )
-        return compose(
-            *(foreign(held[int(part)]) if i % 2 else part for i, part in enumerate(parts))
-        )
+        return compose(*(_kept(held[int(part)]) if i % 2 else part for i, part in enumerate(parts)))
 
     def ends_with_end_token(self) -> bool:
         """Whether a reply in the template is followed by a token that ends a generation.
@@ -108,19 +106,25 @@ class ChatTemplate:
             ) from None
 
 
-def _hold(content: Text, held: list[str]) -> str:
-    """The content with each foreign piece put aside. White space at its ends stays: a template that
-    trims a message trims this one as well.
+def _kept(piece: tuple[str, bool]) -> Text | str:
+    text, is_outside = piece
+    return foreign(text) if is_outside else text
+
+
+def _hold(content: Text, held: list[tuple[str, bool]]) -> str:
+    """The content with each piece put aside: foreign ones, that a template cannot read them, and
+    our own, so that it is seen when it leaves one out. White space at its ends stays: a template
+    that trims a message trims this one as well.
     """
     parts: list[str] = []
     for piece, outside in content.pieces():
         core = piece.strip()
-        if not outside or not core:
+        if not core:
             parts.append(_HELD.sub("", piece))
             continue
         before, after = piece[: piece.index(core)], piece[piece.index(core) + len(core) :]
         parts.append(f"{before}\ue000{len(held)}\ue001{after}")
-        held.append(core)
+        held.append((core, outside))
     return "".join(parts)
 
 

@@ -28,6 +28,9 @@ from leeway.actors.turnstile import Turnstile
 from leeway.replay.errors import DataError
 from leeway.replay.schema import StopReason, Trajectory
 
+NUM_ATTEMPTS: Final = 3
+"""How often an episode of a run's own evaluation is played before the run fails with it."""
+
 _RETRY_WAIT: Final = tenacity.wait_exponential_jitter(initial=0.5, max=10.0, jitter=0.5)
 """Before an episode is played again. The retriever's client and the engine's retries have already
 waited for theirs."""
@@ -213,8 +216,8 @@ async def evaluate(
     episode_timeout_s: float,
     num_samples: int = 4,
 ) -> Evaluation:
-    """Play every question once, greedily. A failed episode fails the evaluation: a mean over the
-    questions that happened to work would not compare with another.
+    """Play every question once, greedily. An episode that fails NUM_ATTEMPTS times fails the
+    evaluation: a mean over the questions that happened to work would not compare with another.
     """
     if not questions:
         raise DataError("an evaluation needs at least one question; see data.held_out")
@@ -223,7 +226,8 @@ async def evaluate(
     asked = [Asked(f"{evaluation_id}-{i}", question) for i, question in enumerate(questions)]
     table = Table(policy, environment, tokens, limits, episode_timeout_s)
     trajectory_of: dict[int, Trajectory] = {}
-    async with aclosing(play_each(asked, table, max_concurrency=max_concurrency)) as each:
+    playing = play_each(asked, table, max_concurrency=max_concurrency, num_attempts=NUM_ATTEMPTS)
+    async with aclosing(playing) as each:
         async for done in each:
             if done.failure is not None:
                 raise done.failure

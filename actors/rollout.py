@@ -144,6 +144,7 @@ async def play(
                 len(episode.token_ids) + len(completion.token_ids) + len(observed)
             ):
                 observed, stop_reason = [], "tokens"
+                step = msgspec.structs.replace(step, passages=())  # nobody was shown them
         episode.append(completion, generated, step, observed)
     outcome = environment.score(question, episode.generated, episode.steps, stop_reason)
     return Trajectory(

@@ -97,14 +97,23 @@ class Tokens:
 def _read_tokenizer(folder: Path) -> Tokenizer:
     """From tokenizer.json; else as transformers makes it of the model's own vocabulary files."""
     if (folder / "tokenizer.json").is_file():
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ConfigurationError(
+                f"{folder / 'tokenizer.json'} is no tokenizer ({error}); copy the model again"
+            ) from None
     if not (folder / "tokenizer_config.json").is_file():
         raise ConfigurationError(
             f"{folder} holds no tokenizer: expected tokenizer.json or tokenizer_config.json in it"
         )
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigurationError(f"the tokenizer of {folder} cannot be loaded: {reason}") from None
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):
         raise ConfigurationError(

@@ -146,10 +146,18 @@ def shape(trajectories: Sequence[tuple[int, int]]) -> str:
 
 def to_record(packed: bytes) -> StoredGroup:
     """What lua/base.lua keeps of a group."""
-    *whole, priority = RECORD.unpack_from(packed)
+    version, newest, arrival, draws, returns, size, priority = RECORD.unpack_from(packed)
     pairs = (part.split("x") for part in packed[RECORD.size :].decode().split())
-    trajectories = [(int(turns), int(tokens)) for turns, tokens in pairs]
-    return StoredGroup(*map(int, whole), priority, trajectories)
+    return StoredGroup(
+        version=int(version),
+        newest=int(newest),
+        arrival=int(arrival),
+        draws=int(draws),
+        returns=int(returns),
+        size=int(size),
+        priority=priority,
+        trajectories=[(int(turns), int(tokens)) for turns, tokens in pairs],
+    )
 
 
 def by_reason(flat: list[str]) -> dict[str, dict[int, int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -61,13 +62,16 @@ def write_html(
     facts: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write the page, whole or not at all. Raises ConfigurationError where it cannot be."""
+    if not path.name:
+        raise ConfigurationError(f"{path} is a folder; name a file for the page")
     page = build_page(title, episodes, colour_by=colour_by, note=note, facts=facts)
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(page, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror or error}; name another file"
         ) from None

@@ -14,6 +14,7 @@ from leeway.services.trajectory_view import (
     ColourBy,
     Episode,
     Segment,
+    printable,
     ratio_bin,
     ratio_labels,
     segments,
@@ -39,7 +40,7 @@ def show(
 ) -> None:
     """Every episode, below a legend."""
     bins = version_bins(episodes, len(VERSIONS))
-    console.print(Text(title, style="bold"))
+    console.print(Text(printable(title), style="bold"))
     if console.is_terminal:
         console.print(_legend(episodes, colour_by, bins))
     for number, episode in enumerate(episodes, start=1):
@@ -79,7 +80,7 @@ def _show_episode(
     bins: Sequence[tuple[int, int]],
 ) -> None:
     source = f"{episode.data_source} " if episode.data_source else ""
-    console.print(Rule(Text(f"{place} · {source}{episode.question_id}"), align="left"))
+    console.print(Rule(Text(printable(f"{place} · {source}{episode.question_id}")), align="left"))
     for line in _headlines(episode):
         console.print(line)
     if episode.error is not None:

@@ -127,15 +127,30 @@ def _load(folder: Path, device: str) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModel.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # transformers and safetensors raise whatever a folder makes them
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(f"the encoder {folder} cannot be loaded: {reason}") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
 
 
+def _check_modules(folder: Path) -> None:
+    """A layer behind the pooling would be left out, and the vectors quietly wrong."""
+    file = folder / "modules.json"
+    if not file.is_file():
+        return
+    for module in json.loads(file.read_text(encoding="utf-8")):
+        kind = str(module["type"]).rpartition(".")[2]
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise ConfigurationError(
+                f"the encoder {folder} has a module {kind}, which is not read; give one of"
+                " Transformer, Pooling and Normalize alone"
+            )
+
+
 def _pooling(folder: Path) -> str:
+    _check_modules(folder)
     file = folder / "1_Pooling" / "config.json"
     if not file.is_file():
         return "mean"
@@ -155,4 +170,9 @@ def _pooling(folder: Path) -> str:
 
 def _prefix(folder: Path, prefix: str) -> str:
     """`prefix` for E5 models (e5-base-v2, multilingual-e5-large), else nothing."""
-    return prefix if re.search(r"(^|[-_.])e5([-_.]|$)", folder.resolve().name.lower()) else ""
+    real = folder.resolve()
+    names = [folder.absolute().name, real.name]
+    if real.parent.name == "snapshots":  # .../models--intfloat--e5-base-v2/snapshots/f52bf8
+        names.append(real.parent.parent.name)
+    is_e5 = any(re.search(r"(^|[-_.])e5([-_.]|$)", name.lower()) for name in names)
+    return prefix if is_e5 else ""

@@ -133,6 +133,17 @@ class SearchEnvironment:
             },
         )
 
+    def _reward_of(self, answer: str | None, question: Question) -> float:
+        """Of the function that reward.answer names, which may be a user's."""
+        try:
+            return float(self._answer_reward(answer, question))
+        except Exception as error:
+            name = getattr(self._answer_reward, "__name__", repr(self._answer_reward))
+            raise ConfigurationError(
+                f"reward.answer: {name} failed for question {question.id!r} ({error}); it must take"
+                " the last answer (a str or None) and the Question, and return a number"
+            ) from error
+
     def _turn_rewards(
         self, question: Question, answer: str | None, generated_turns: list[str], steps: list[Step]
     ) -> list[float]:
@@ -147,7 +158,7 @@ class SearchEnvironment:
             if any(found):
                 earned[found.index(1.0)] += self._retrieval_reward
         if earned:
-            earned[-1] += float(self._answer_reward(answer, question))
+            earned[-1] += self._reward_of(answer, question)
             if self._format_reward:
                 earned[-1] += self._format_reward * rewards.format_score(
                     generated_turns, thought_is_open=self._prompts.opens_thought

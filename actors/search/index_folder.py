@@ -149,6 +149,7 @@ def build_index(
     The passages are read once, one portion in memory at a time. Raises ConfigurationError where the
     folder is taken, DataError where there is nothing to search.
     """
+    folder = folder.resolve()  # a link would be renamed, not what it leads to
     check_target(folder, force)
     with _partial_folder(folder) as partial:
         if kind == "bm25":
@@ -240,9 +241,14 @@ def _build_bm25(documents: Iterable[Document], partial: Path, progress: Progress
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A fresh folder beside the target, gone afterwards whatever happens."""
+    """A fresh folder beside the target, gone afterwards unless it was put in place."""
     partial = folder.absolute().parent / f".{folder.name}.partial"
-    partial.mkdir(exist_ok=True)
+    try:
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} cannot be written: {error.strerror or error}; give another --out"
+        ) from None
     with (partial / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,8 +261,15 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
                 _remove(path)
         try:
             yield partial
-        finally:
+        except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
+            raise ConfigurationError(
+                f"{folder} cannot be written: {error.strerror or error}"
+            ) from error
+        except BaseException:
+            # Only then: after success the name may belong to the next build.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def _remove(path: Path) -> None:
@@ -282,13 +295,13 @@ def _synchronise(path: Path) -> None:
 
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Rename; servers that hold an index mapped which is replaced go on with what they have."""
-    (partial / _LOCK).unlink()
     old = folder.absolute().parent / f".{folder.name}.replaced"
     if old.exists():
         shutil.rmtree(old)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
+    (folder / _LOCK).unlink()
     _synchronise(folder.absolute().parent)
     if old.exists():
         shutil.rmtree(old)

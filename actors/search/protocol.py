@@ -87,11 +87,13 @@ def parse(generated: str) -> Parsed:
 
 
 def last_answer(generated_turns: list[str]) -> str | None:
-    """The last `<answer>` in the model's own turns, None if there is none."""
+    """The last answer in the model's own turns, None if there is none. A turn that was malformed
+    answers nothing, whatever stands in it.
+    """
     for generated in reversed(generated_turns):
-        for kind, content in reversed(_ACTION.findall(generated)):
-            if kind == "answer":
-                return content.strip()
+        parsed = parse(generated)
+        if parsed.action == "answer":
+            return parsed.content
     return None
 
 
@@ -129,4 +131,7 @@ def split_contents(contents: str) -> tuple[str, str]:
     first, newline, rest = contents.partition("\n")
     if not newline:
         return "", contents
-    return first.strip().strip('"'), rest.strip()
+    title = first.strip()
+    if len(title) > 1 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return title, rest.strip()

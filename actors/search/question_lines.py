@@ -48,7 +48,9 @@ def read_question_lines(path: Path) -> Iterator[tuple[str, Question]]:
     """(`line 3`, question) of each line that is not blank. Raises DataError for a bad one."""
     for number, line in read_lines(path):
         where = f"{path}, line {number}"
-        is_medqa = b'"options"' in line and b'"answer_idx"' in line
+        is_medqa = (
+            b'"options"' in line and b'"answer_idx"' in line and b'"golden_answers"' not in line
+        )
         try:
             if is_medqa:
                 yield f"line {number}", _of_medqa(_MEDQA.decode(line), number, where)

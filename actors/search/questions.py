@@ -146,6 +146,7 @@ def check_disjoint(train: Sequence[Question], held_out: Sequence[Question]) -> N
     for question in train:
         sources_of[question.id].add(question.data_source)
     train_texts = {_plain(question.question): question.id for question in train}
+    twins = [q for q in held_out if _plain(q.question) in train_texts]
     for question in held_out:
         ids = (question.id, f"{question.data_source}:{question.id}")
         sources = set[str]().union(*(sources_of.get(id_, ()) for id_ in ids))
@@ -154,12 +155,14 @@ def check_disjoint(train: Sequence[Question], held_out: Sequence[Question]) -> N
                 f"question {question.id!r} is in data.train and in data.held_out; a held-out"
                 " question must never be trained on"
             )
-        twin = train_texts.get(_plain(question.question))
-        if twin is not None:
-            raise DataError(
-                f"held-out question {question.id!r} has the text of training question {twin!r};"
-                " take one of them out"
-            )
+    if twins:
+        twin = train_texts[_plain(twins[0].question)]
+        others = ", ".join(repr(question.id) for question in twins[1:6])
+        more = f" So have {len(twins) - 1:,} more: {others}" if others else ""
+        raise DataError(
+            f"held-out question {twins[0].id!r} has the text of training question {twin!r}; take"
+            f" one of them out.{more}{', ...' if len(twins) > 6 else ''}"
+        )
 
 
 def _plain(text: str) -> str:

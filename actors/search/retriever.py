@@ -175,7 +175,7 @@ def _wait_s(state: tenacity.RetryCallState) -> float:
     return asked_s + _backoff(state) if asked_s else _backoff(state)
 
 
-_TRANSIENT: Final = (httpx.TransportError, _BusyServer)
+_TRANSIENT: Final = (httpx.RequestError, _BusyServer)
 
 
 def _read_passages(content: bytes, url: str) -> list[Passage]:
@@ -189,6 +189,8 @@ def _read_passages(content: bytes, url: str) -> list[Passage]:
             else _Scored(msgspec.convert(entry, _Document))
             for entry in entries
         ]
+        if any(s.document.contents is None and not s.document.text for s in scored):
+            raise ValueError('a document has neither "contents" nor "text"')
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise RetrievalError(
             f"{url} answered in another shape ({error}); it must be"

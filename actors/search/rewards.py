@@ -154,8 +154,10 @@ def chosen_letters(answer: str, choices: Sequence[str]) -> frozenset[str]:
     plain = _plain(answer)
     named = _LETTER.fullmatch(plain)
     texts = [_plain(choice) for choice in choices]
-    if named is None:
-        return frozenset(chr(65 + i) for i, text in enumerate(texts) if text and text == plain)
+    same = frozenset(chr(65 + i) for i, text in enumerate(texts) if text and text == plain)
+    # "E. coli" is a choice's text before it is the letter E with something behind it.
+    if named is None or (named[2] and same):
+        return same
     letter, rest = named[1].upper(), named[2]
     place = ord(letter) - 65
     if choices and place >= len(choices):

@@ -103,7 +103,13 @@ def _load_file(file: Path, names: Sequence[str] | None) -> list[Benchmark]:
     """One file of all: every question says where it comes from."""
     by_source: dict[str, list[Question]] = {}
     for question in load_questions(file):
-        by_source.setdefault(question.data_source or file.stem, []).append(question)
+        name = question.data_source or file.name.partition(".")[0]
+        by_source.setdefault(name, []).append(question)
+    strange = next((name for name in by_source if not name.isprintable()), None)
+    if strange is not None:
+        raise ConfigurationError(
+            f"{file} holds the data_source {strange!r}; a name must have no control characters"
+        )
     known = [name for name in SPLITS if name in by_source]
     there = [*known, *sorted(by_source.keys() - set(known))]
     missing = [name for name in names or () if name not in by_source]

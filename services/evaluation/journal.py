@@ -154,7 +154,10 @@ class Journal:
     def append(self, entry: Entry) -> None:
         """Write one line. It survives the death of this process from here on."""
         line = msgspec.json.encode(entry) + b"\n"
-        written = os.write(self._fd, line)
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            raise LeewayError(f"{self.path} cannot be written: {error.strerror or error}") from None
         if written < len(line):
             raise LeewayError(
                 f"{self.path}: {written} of {len(line)} bytes were written; is the disk full?"

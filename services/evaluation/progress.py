@@ -89,7 +89,8 @@ class Display:
             )
         elif time.monotonic() - self._last_line >= LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._console.print(f"{benchmark}: {self._tally.line()}", soft_wrap=True)
+            line = f"{benchmark}: {self._tally.line()}"
+            self._console.print(line, soft_wrap=True, markup=False)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -98,7 +99,7 @@ class Display:
         self._last_line = time.monotonic()
         if self._console.is_terminal:
             columns = (
-                TextColumn("{task.fields[benchmark]}"),
+                TextColumn("{task.fields[benchmark]}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from leeway.replay.errors import LeewayError
 from leeway.services.evaluation.benchmarks import AVERAGED
 from leeway.services.evaluation.journal import Entry, read_last
 from leeway.services.evaluation.scores import is_right, score_names
@@ -138,8 +139,13 @@ def _result(entries: Sequence[Entry], scored: Scored) -> BenchmarkResult:
 def write_results(folder: Path, results: Results) -> None:
     """Write results.json, whole or not at all."""
     partial = folder / f".{RESULTS_FILE}.partial"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    partial.replace(folder / RESULTS_FILE)
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+        partial.replace(folder / RESULTS_FILE)
+    except OSError as error:
+        raise LeewayError(
+            f"{folder / RESULTS_FILE} cannot be written: {error.strerror or error}"
+        ) from None
 
 
 # --- for people ---------------------------------------------------------------------------------

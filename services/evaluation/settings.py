@@ -26,7 +26,6 @@ FAILURES_FILE: Final = "failures.html"
 
 _RETRIEVER_KEYS: Final = ("corpus", "index", "encoder", "retriever_url", "retriever_timeout_s")
 """Of the `[search]` table; they say where passages come from, not what an episode is."""
-_PATHS: Final = ("model", "file", "retriever")
 """A copy elsewhere is the same, as long as its checksum is."""
 _BLOCK_BYTES: Final = 1 << 16
 _MAX_BLOCKS: Final = 64
@@ -133,9 +132,16 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             found |= _flat(value, f"{name}.")
-        elif key not in _PATHS or (key == "retriever" and not values["retriever_checksum"]):
+        elif not _is_path_of_checksum(name, values):
             found[name] = value
     return found
+
+
+def _is_path_of_checksum(name: str, values: dict[str, Any]) -> bool:
+    """By its whole name: a table of the user's, such as environment.options, may have the same."""
+    if name == "retriever":
+        return bool(values["retriever_checksum"])
+    return name == "model" or (name.startswith("benchmarks.") and name.endswith(".file"))
 
 
 def _word(value: object) -> str:

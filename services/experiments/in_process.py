@@ -72,7 +72,7 @@ class InProcess:
         self.version = PolicyVersion(self.version + 1)
 
     async def publish(self) -> None:
-        weights = {n: p.detach().clone() for n, p in self._trainer.model.named_parameters()}
+        weights = {name: tensor.clone() for name, tensor in self._trainer.weights()}
         await asyncio.to_thread(self._policy.load, weights, self.version)
 
     async def catch_up(self) -> None:

@@ -100,7 +100,9 @@ def test_the_last_checkpoint_is_what_ratios_are_taken_with(leeway: Leeway, run: 
     assert code == 2 and "has no checkpoint, so give --model DIR" in err
     checkpoint = run.checkpoints / "step-00000001"
     shutil.copytree(bundled_dir() / "model", checkpoint)
-    (checkpoint / "training.pt").touch()
+    (checkpoint / "training.json").write_text(
+        '{"version":1,"score":null,"optimizer_steps":{},"rng":"","rng_cuda":[],"extra":{}}'
+    )
     code, out, err = leeway(str(run.root), "--colour-by", "ratio", "--limit", "1", "--json")
     assert code == 0, err
     [shown] = json.loads(out)["trajectories"]
