@@ -16,31 +16,34 @@ class Batches(Generic[Item, Result]):
     def __init__(
         self,
         run: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
-        max_bytes: int,
+        max_weight: int,
         max_items: int,
     ) -> None:
-        """`run` gives one result an item; a batch ends with `max_bytes` or `max_items` of them."""
+        """`run` gives one result an item; a batch ends with `max_items` of them, or `max_weight` of
+        whatever their callers weigh them by.
+        """
         self._run = run
-        self._max_bytes = max_bytes
+        self._max_weight = max_weight
         self._max_items = max_items
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
-        self._num_bytes = 0
+        self._weight = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def call(self, item: Item, num_bytes: int) -> Result:
+    async def call(self, item: Item, weight: int) -> Result:
         """The item's own result; an error of the batch is raised to each of its callers."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         if not self._waiting:
             loop.call_soon(self._flush)
         self._waiting.append((item, future))
-        self._num_bytes += num_bytes
-        if self._num_bytes >= self._max_bytes or len(self._waiting) >= self._max_items:
+        self._weight += weight
+        if self._weight >= self._max_weight or len(self._waiting) >= self._max_items:
             self._flush()
         return await future
 
     def _flush(self) -> None:
-        batch, self._waiting, self._num_bytes = self._waiting, [], 0
+        waiting, self._waiting, self._weight = self._waiting, [], 0
+        batch = [(item, future) for item, future in waiting if not future.done()]
         if batch:
             task = asyncio.create_task(self._finish(batch))
             self._tasks.add(task)  # the loop holds tasks weakly
@@ -56,7 +59,7 @@ class Batches(Generic[Item, Result]):
             if not isinstance(error, Exception):
                 raise
             return
-        # A caller that was cancelled waits no longer; its item went in all the same.
+        # A caller that was cancelled since waits no longer; its item went in all the same.
         for (_, future), result in zip(batch, results, strict=True):
             if not future.done():
                 future.set_result(result)

@@ -51,7 +51,10 @@ MAX_BATCH_BYTES: Final = 2**20
 """Payloads of one script that adds groups; more would hold the server up."""
 
 MAX_BATCH: Final = 256
-"""Groups of one such script."""
+"""Groups of one such script; callers of one that admits."""
+
+MAX_BATCH_SLOTS: Final = 1000
+"""Slots that one script is asked for, unless one caller asks for more."""
 
 ORPHAN_MS: Final = 60_000
 """How long a payload lives whose script never came."""
@@ -73,7 +76,7 @@ class RedisBuffer:
         self.prefix = replay_prefix(run, shard)
         self._scripts = ScriptSet(link, self.prefix, PRELUDE)
         self._config = for_scripts(config)
-        self._admitting = Batches(self._admit_all, MAX_BATCH_BYTES, MAX_BATCH)
+        self._admitting = Batches(self._admit_all, MAX_BATCH_SLOTS, MAX_BATCH)
         self._adding = Batches(self._add_all, MAX_BATCH_BYTES, MAX_BATCH)
         self._orphan_ms = int(config.slot_timeout_s * 1000) + ORPHAN_MS
 
@@ -88,19 +91,28 @@ class RedisBuffer:
         What is asked for in the same turn of the event loop is asked by one script, and granted in
         the order in which it was asked.
         """
-        return await self._admitting.call(_Request(slot_ids, version, callers), 0)
+        outcome = await self._admitting.call(_Request(slot_ids, version, callers), len(slot_ids))
+        if isinstance(outcome, StoreError):
+            raise outcome
+        return outcome
 
-    async def _admit_all(self, batch: Sequence[_Request]) -> list[list[Slot] | Refusal]:
-        outcomes: dict[int, list[Slot] | Refusal] = {}
+    async def _admit_all(
+        self, batch: Sequence[_Request]
+    ) -> list[list[Slot] | Refusal | StoreError]:
+        """What was granted stays granted, whatever becomes of the others."""
+        outcomes: dict[int, list[Slot] | Refusal | StoreError] = {}
         while waiting := [i for i in range(len(batch)) if i not in outcomes]:
             version = batch[waiting[0]].version
             asking = [i for i in waiting if batch[i].version == version]
-            outcome = await self._admit_ids(
-                [slot_id for i in asking for slot_id in batch[i].slot_ids],
-                version,
-                together([batch[i].callers for i in asking]),
-            )
-            if isinstance(outcome, Refusal):
+            try:
+                outcome = await self._admit_ids(
+                    [slot_id for i in asking for slot_id in batch[i].slot_ids],
+                    version,
+                    together([batch[i].callers for i in asking]),
+                )
+            except StoreError as error:
+                outcome = error
+            if isinstance(outcome, Refusal | StoreError):
                 outcomes |= dict.fromkeys(asking, outcome)
                 continue
             granted = {slot.slot_id: slot for slot in outcome}

@@ -249,6 +249,8 @@ async def _exchange(
         connection.set_parser(WireParser)
         if connection.is_connected:
             connection._parser.on_connect(connection)
+    if connection.is_connected and await connection.can_read():
+        await connection.disconnect(nowait=True)
     if not connection.is_connected:
         await connection.connect()
     packed = [part for call in calls for part in call.packed]

@@ -79,6 +79,8 @@ class WireParser(BaseParser):
         Either leaves the connection unfit for use, as does cancelling.
         """
         wire = self._connected
+        if wire.is_dirty:  # its descriptor may be another's by now
+            raise ConnectionError(_CLOSED)
         replies = wire.replies(num_replies, silence_s)
         wire.send(packed)
         return await replies

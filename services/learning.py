@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -46,7 +47,8 @@ START_S = 3600.0
 """How long engines may take to load, and the evaluation before training to be played. The parent
 ends the run sooner when the serve process fails."""
 EPOCH_S = 60.0
-"""Added to the draw deadline: how long ranks wait for rank 0 between two batches."""
+"""Added to the deadlines of a draw and of a publish, which may be tried twice: how long ranks wait
+for rank 0 between two orders."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -64,11 +66,15 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 to the others: a checkpoint of the current version."""
 
 
+class Idle(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to the others: it waits for engines or data, and lives."""
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 to the others: that was all."""
 
 
-Order = Train | Gather | Save | End
+Order = Train | Gather | Save | Idle | End
 
 
 class LearnerProcess:
@@ -89,7 +95,8 @@ class LearnerProcess:
         self._rewards: list[float] = []
         self.num_steps = learner.num_steps
         self.draw_timeout_s = learner.draw_timeout_s
-        self._world = World.from_environment(timeout_s=learner.draw_timeout_s + EPOCH_S)
+        between_orders_s = learner.draw_timeout_s + 8 * learner.publish_timeout_s + EPOCH_S
+        self._world = World.from_environment(timeout_s=between_orders_s)
         self._load()
 
     def _load(self) -> None:
@@ -141,7 +148,8 @@ class LearnerProcess:
             self._save_and_wait()
             raise
         finally:
-            self._order(End())
+            with suppress(WaitTimeout):  # they may have ended with the same error: that one counts
+                self._order(End())
             await replay.close()
             await policies.close()
             await self._board.close()
@@ -159,7 +167,10 @@ class LearnerProcess:
             await replay.pause_admission(False)
 
     async def stop_requested(self) -> bool:
-        """By signal or through the run board."""
+        """By signal or through the run board. Asked every few seconds of a wait, which is also how
+        the other ranks learn that this one lives."""
+        if self._world.size > 1:
+            self._order(Idle())
         return self._stop or await self._board.stop_requested() is not None
 
     async def train(self, lease: Lease) -> None:
@@ -256,6 +267,8 @@ class LearnerProcess:
         """
         if self.version in (self._checkpointed, 0):
             return
+        # What failed of the one before is raised here, before others begin the next.
+        self._checkpoints.wait()
         self._order(Save())
         score = sum(self._rewards) / len(self._rewards) if self._rewards else None
         self._save(score)
@@ -286,6 +299,8 @@ class LearnerProcess:
                     deque(self._trainer.weights(), maxlen=0)
                 case Save():
                     self._save()
+                case Idle():
+                    pass
                 case End():
                     self._checkpoints.close()
                     return

@@ -201,7 +201,8 @@ local function slot_of(member)
   return id, tonumber(version)
 end
 
-local function since(expiry) return expiry - c.slot_timeout_ms end
+-- By today's slot_timeout; another one, from before a restart, must not put it into the future.
+local function since(expiry) return math.min(now, expiry - c.slot_timeout_ms) end
 
 -- Slots that were held when the learner resumed, and the newest version their groups may hold.
 local function forget_ceilings(ids)

@@ -22,6 +22,7 @@ from leeway.services.evaluation.journal import Entry, Journal, entry_of, read_en
 from leeway.services.evaluation.samples import NUM_QUESTIONS, write_samples
 from leeway.services.evaluation.settings import (
     Settings,
+    _flat,
     check_or_write,
     checksum_of,
     folder_name,
@@ -310,3 +311,17 @@ def test_two_commands_cannot_write_one_journal(tmp_path: Path):
         pytest.raises(ConfigurationError, match="another leeway eval is writing"),
     ):
         Journal(tmp_path / "episodes.jsonl")
+
+
+def test_options_of_an_environment_are_settings_whatever_their_names():
+    """They may be called as our own paths are, which a checksum stands for."""
+    values = {"model": "m", "environment": {"options": {"file": "a", "retriever": "b"}}}
+    values |= {"retriever": "http://r", "retriever_checksum": "", "benchmarks": {}}
+    assert _flat(values) == {
+        "environment.options.file": "a",
+        "environment.options.retriever": "b",
+        "retriever": "http://r",
+        "retriever_checksum": "",
+    }
+    assert "retriever" not in _flat(values | {"retriever_checksum": "x"})
+    assert _flat({"benchmarks": {"nq": {"file": "f", "num": 3}}}) == {"benchmarks.nq.num": 3}

@@ -188,3 +188,22 @@ async def test_much_is_sent_whole_although_the_socket_takes_little():
     for each in (writer, far_writer):
         each.close()
     del reader
+
+
+async def test_nothing_is_written_to_a_link_that_has_ended():
+    """Its descriptor may be a file that was opened since."""
+    near, far = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=near)
+    parser = WireParser(65536)
+    parser.on_connect(SimpleNamespace(_writer=writer))  # type: ignore[arg-type]
+    far.close()
+    await asyncio.sleep(0.05)
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    with pytest.raises(redis.exceptions.ConnectionError):
+        await parser.exchange([b"*1\r\n$4\r\nPING\r\n"], 1, SILENCE_S)
+    with pytest.raises(BlockingIOError):
+        os.read(read_end, 1)
+    for end in (read_end, write_end):
+        os.close(end)
+    writer.close()

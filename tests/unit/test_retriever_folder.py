@@ -175,3 +175,13 @@ def test_an_encoder_without_a_dense_index_is_refused(folder: Path, tmp_path: Pat
         index_at(corpus(tmp_path), tmp_path)
     with pytest.raises(ConfigurationError, match=r"is by BM25; remove search\.encoder"):
         check_folder(SearchConfig(index=str(folder), encoder=str(tmp_path)))
+
+
+def test_an_index_behind_a_link_is_replaced_where_it_lies(folder: Path, tmp_path: Path):
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    for num_documents in (2, 1):
+        build_index(DOCUMENTS[:num_documents], link, force=True)
+        assert link.is_symlink() and read_manifest(folder).num_documents == num_documents
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert not (folder / "lock").exists() and len(open_index(folder)) == 1

@@ -12,6 +12,7 @@ import zstandard
 
 from leeway.actors.environment import Message, Question
 from leeway.actors.search.documents import Document, load_documents
+from leeway.actors.search.protocol import split_contents
 from leeway.actors.search.questions import check_disjoint, load_questions
 from leeway.replay.errors import DataError
 
@@ -310,3 +311,8 @@ def test_a_damaged_or_empty_or_missing_parquet_file_is_refused(tmp_path: Path):
         load_questions(tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"none\.parquet cannot be read: No such file"):
         load_questions(tmp_path / "none.parquet")
+
+
+def test_a_title_loses_one_pair_of_quotes_and_no_more():
+    contents = {'"Norway"\nText': "Norway", '""Heroes" (album)"\nText': '"Heroes" (album)'}
+    assert {text: split_contents(text)[0] for text in contents} == contents

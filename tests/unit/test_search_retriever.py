@@ -205,3 +205,9 @@ async def test_a_refusal_is_not_tried_again():
 async def test_an_answer_in_another_shape_is_an_error_never_a_passage(content: bytes):
     with pytest.raises(RetrievalError, match="answered in another shape"):
         await retriever(always(content=content)).search("q", 3)
+
+
+async def test_a_document_without_any_text_is_another_shape():
+    unknown = always(json={"result": [[{"docid": "7", "passage": "Oslo"}]]})
+    with pytest.raises(RetrievalError, match='neither "contents" nor "text"'):
+        await retriever(unknown).search("q", 3)

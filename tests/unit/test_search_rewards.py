@@ -227,3 +227,12 @@ LETTERED = Question(id="q", question="?", golden_answers=("B",), choices=("euro"
 )
 def test_an_answer_reward_is_found_by_its_name(name: str, question, answer, score: float):
     assert ANSWERS[name](answer, question) == score
+
+
+BACTERIA = ("S. aureus", "E. coli", "H. pylori", "C. difficile")
+
+
+@pytest.mark.parametrize(("answer", "letter"), zip(BACTERIA, "ABCD", strict=True))
+def test_a_choice_whose_text_begins_like_a_letter_is_chosen_by_its_text(answer: str, letter: str):
+    assert multiple_choice(answer, [letter], BACTERIA) == 1.0
+    assert multiple_choice(f"{letter}. {answer}", [letter], BACTERIA) == 1.0
