@@ -55,7 +55,9 @@ FULL: Final = Plan(num_windows=5, turns_per_window=10_000, load=Load(), repeats=
 QUICK: Final = Plan(
     num_windows=3,
     turns_per_window=3_000,
-    load=Load(num_in_flight=32, num_episodes=32, turn_tokens=16, observation_tokens=64),
+    load=Load(
+        num_in_flight=32, num_rows=16, num_episodes=32, turn_tokens=16, observation_tokens=64
+    ),
     repeats=3,
 )
 

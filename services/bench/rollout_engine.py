@@ -1,8 +1,8 @@
 """The rollout worker on a real engine, against that engine alone with the same work.
 
-    rollout    the real worker: 64 episodes in flight in groups of 8, three turns of 64 tokens each,
+    rollout    the real worker: 128 episodes in flight in groups of 8, three turns of 64 tokens,
                two observations of 256 tokens between them, from questions not played before
-    waves      the engine itself: the first turns of 64 episodes at once, then the second ones,
+    waves      the engine itself: the first turns of 128 episodes at once, then the second ones,
                then the third ones. Prompts and observations are those that the rollout has just
                had, with another first token each, so that no prefix is found in the cache that
                somebody else computed
@@ -163,7 +163,7 @@ class RolloutSide:
 
 
 async def in_waves(policy: Policy, scripts: Sequence[Script], load: Load) -> Pass:
-    """The engine alone: the same turns, 64 at a time, no rollout between them."""
+    """The engine alone: the same turns, as many at a time, no rollout between them."""
 
     async def turn(name: str, ids: list[int]) -> list[int]:
         request = CompletionRequest(

@@ -24,8 +24,11 @@ PASS_TIMEOUT_S: Final = 300.0
 class Load(msgspec.Struct, frozen=True):
     """How much is played in a repeat, and how long the pieces are."""
 
-    num_in_flight: int = 64
-    """Episodes at once, and rows of the engine."""
+    num_in_flight: int = 128
+    """Episodes at once. More than the engine has rows, as in a run: while a worker reads what one
+    row has sampled, the next request is there."""
+    num_rows: int = 64
+    """Requests that the engine decodes at once."""
     num_episodes: int = 128
     turn_tokens: int = 64
     observation_tokens: int = 256
@@ -39,7 +42,7 @@ class Load(msgspec.Struct, frozen=True):
     def policy(self) -> PolicyConfig:
         """An engine that holds all of it. Two engines must fit on a GPU."""
         return PolicyConfig(
-            max_num_seqs=self.num_in_flight, max_model_len=1024, gpu_memory_utilization=0.4
+            max_num_seqs=self.num_rows, max_model_len=1024, gpu_memory_utilization=0.4
         )
 
 
@@ -66,7 +69,7 @@ class Script(msgspec.Struct, frozen=True):
 
 
 def waves(scripts: Sequence[Script], load: Load) -> Iterator[Sequence[Script]]:
-    """As many episodes at once as the engine has rows."""
+    """As many episodes at once as the worker has in flight; the engine queues the rest."""
     for start in range(0, len(scripts), load.num_in_flight):
         yield scripts[start : start + load.num_in_flight]
 
