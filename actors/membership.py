@@ -13,8 +13,15 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-from leeway.actors.weight_receiver import Committed, Rendezvous
-from leeway.replay.board import Announcement, EngineRecord, EngineReport, PolicyBoard, TensorSpec
+from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous
+from leeway.replay.board import (
+    Announcement,
+    EngineRecord,
+    EngineReport,
+    PolicyBoard,
+    Stage,
+    TensorSpec,
+)
 from leeway.replay.errors import ChecksumMismatch, TransferError
 from leeway.replay.schema import PolicyVersion
 
@@ -31,10 +38,16 @@ SUPERSEDED_S = 0.5
 class ReceivingPolicy(Protocol):
     """A policy that takes weights while it generates."""
 
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def gpus(self) -> list[str]: ...
     async def version(self) -> PolicyVersion: ...
     async def check_manifest(self, manifest: list[TensorSpec]) -> None: ...
     async def join(self, rendezvous: Rendezvous) -> None: ...
-    async def stage(self, manifest: list[TensorSpec], timeout_s: float) -> float: ...
+    async def stage(self, delivery: Delivery) -> float: ...
     async def commit(self, version: PolicyVersion, checksum: str) -> Committed: ...
     async def abandon(self) -> None: ...
 
@@ -96,7 +109,9 @@ class Membership:
         self.version = await self._policy.version()
         record = EngineRecord(
             engine_id=self._engine_id,
-            num_ranks=1,
+            num_ranks=self._policy.num_ranks,
+            dtype=self._policy.dtype,
+            gpus=self._policy.gpus,
             version=self.version,
             address=self._address,
         )
@@ -118,7 +133,9 @@ class Membership:
                 "committed",
                 checksum=committed.checksum,
                 transfer_s=transfer_s,
+                wire_s=committed.wire_s,
                 pause_s=committed.pause_s,
+                copy_s=committed.copy_s,
             )
         except Exception as error:
             await self._fail(announcement, error)
@@ -129,7 +146,13 @@ class Membership:
         await self._say(announcement, "ready")
         await self._join_if_new(announcement)
         await self._say(announcement, "joined")
-        await self._policy.stage(announcement.manifest, announcement.deadline_s)
+        await self._policy.stage(
+            Delivery(
+                manifest=announcement.manifest,
+                chunk_bytes=announcement.chunk_bytes,
+                timeout_s=announcement.deadline_s,
+            )
+        )
         return time.monotonic() - began
 
     async def _unless_superseded(
@@ -175,6 +198,7 @@ class Membership:
                 port=announcement.port,
                 rank_offset=announcement.rank_offsets[self._engine_id],
                 world_size=announcement.world_size,
+                transport=announcement.transport,
                 timeout_s=announcement.deadline_s,
             )
         )
@@ -194,24 +218,13 @@ class Membership:
         finally:
             await self._say(announcement, "failed", error=f"{type(error).__name__}: {error}")
 
-    async def _say(
-        self,
-        announcement: Announcement,
-        stage: str,
-        checksum: str = "",
-        transfer_s: float = 0.0,
-        pause_s: float = 0.0,
-        error: str | None = None,
-    ) -> None:
+    async def _say(self, announcement: Announcement, stage: Stage, **facts: Any) -> None:
         report = EngineReport(
             publish_id=announcement.publish_id,
             engine_id=self._engine_id,
-            stage=stage,  # pyright: ignore[reportArgumentType]
+            stage=stage,
             version=announcement.version,
-            checksum=checksum,
-            transfer_s=transfer_s,
-            pause_s=pause_s,
-            error=error,
+            **facts,
         )
         if stage in ("committed", "failed"):
             self.last = report

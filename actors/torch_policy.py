@@ -34,10 +34,17 @@ from leeway.actors.policy import Completion, CompletionRequest, check_request
 from leeway.actors.slots import Prefix, Slots
 from leeway.actors.stops import StopFinder
 from leeway.actors.tokens import Tokens
-from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea, check_manifest
+from leeway.actors.weight_receiver import (
+    Committed,
+    Delivery,
+    Rendezvous,
+    StagingArea,
+    check_manifest,
+)
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
 from leeway.replay.schema import PolicyVersion
+from leeway.replay.transfer import gpu_uuid
 
 PREFILL_EVERY: Final = {"cpu": 1, "cuda": 3}
 """Decoding steps between two steps over prompts, as long as anything is decoded. On a GPU a step
@@ -121,6 +128,8 @@ class TorchPolicy:
         self._stops = StopFinder(tokens, self._decoder.vocab_size)
         self._config = config
         self._version = version
+        self.num_sampled = 0
+        """Tokens since the start."""
         self._staging = StagingArea(device)
         self._weights_lock = threading.Lock()
         self._weights_gate = threading.Lock()
@@ -145,6 +154,22 @@ class TorchPolicy:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         return cls(loaded.to(device), Tokens.load(model), config, seed=seed, version=version)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that receive weights."""
+        return 1
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, such as bfloat16."""
+        return str(next(self._model.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def gpus(self) -> list[str]:
+        """UUID of the GPU it computes on, if it is one."""
+        uuid = gpu_uuid(self._decoder.device)
+        return [] if uuid is None else [uuid]
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn."""
@@ -189,19 +214,26 @@ class TorchPolicy:
         self._staging.start_join(rendezvous)
         await self._until_idle("join", rendezvous.timeout_s)
 
-    async def stage(self, manifest: list[TensorSpec], timeout_s: float) -> float:
+    async def stage(self, delivery: Delivery) -> float:
         """Receive a published version into staging. Returns seconds."""
         began = time.monotonic()
-        self._staging.start_receive(manifest)
-        await self._until_idle("receive", timeout_s)
+        self._staging.start_receive(delivery)
+        await self._until_idle("receive", delivery.timeout_s)
         return time.monotonic() - began
 
     async def commit(self, version: PolicyVersion, checksum: str) -> Committed:
         """Swap the staged weights in between two decoding steps."""
         self._staging.check(checksum)
         began = time.monotonic()
-        self.load(self._staging.take(), version)
-        return Committed(version=version, checksum=checksum, pause_s=time.monotonic() - began)
+        self.load(self._staging.views(), version)
+        pause_s = time.monotonic() - began
+        return Committed(
+            version=version,
+            checksum=checksum,
+            pause_s=pause_s,
+            copy_s=pause_s,
+            wire_s=self._staging.wire_s,
+        )
 
     def load(self, weights: dict[str, torch.Tensor], version: PolicyVersion) -> None:
         """Take `weights` into use as `version`; `check_manifest` has passed them."""
@@ -338,6 +370,7 @@ class TorchPolicy:
         for tokens, logprobs in step(feeds, [row.request.temperature for row in rows]):
             for n, row in going:
                 row.append(tokens[n], logprobs[n], self._version)
+                self.num_sampled += 1
             ended = [row for _, row in going if self._ends(row)]
             if ended:
                 # Tokens behind a row's end are dropped; nobody reads their keys and values.

@@ -1,48 +1,39 @@
-"""VllmPolicy: a vLLM engine that takes weights while it generates. The only file that imports vllm.
+"""VllmPolicy: a vLLM engine that takes weights while it generates.
 
 Two processes are at work. `VllmPolicy` lives in the Serve replica and drives vLLM's asynchronous
-front end; `StagedTransferEngine` lives in the engine's worker process, where `WorkerExtension`
-registers it. A publish goes through vLLM's weight-transfer interface like this:
+front end; `WorkerExtension` is part of each of the engine's workers (actors/vllm_worker.py). A
+publish goes like this:
 
     replica                              worker
-    join       -> init_weight_transfer_engine   build the process group          } generation
-    stage      -> update_weights                a thread receives into staging    } goes on
-    commit     -> pause, keep running requests
-               -> finish_weight_update          load staging, compare what the engine will use
+    join       -> leeway_join            build the process group                  } generation
+    stage      -> leeway_receive         a thread receives into staging           } goes on
+    commit     -> leeway_check           is it what was sent?                     }
+               -> pause, running requests kept; what is under way on the device is drained
+               -> leeway_commit          device-local copy of staging into place
                -> set version, resume
+               -> leeway_verify          a thread compares what is in use         } goes on
+
+Without memory for staging the pause begins before the weights are received, straight into place.
+vLLM's own weight-transfer interface is not used: it waits for the device after each call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import gc
 import itertools
 import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferInitRequest,
-    WeightTransferUpdateInfo,
-    WeightTransferUpdateRequest,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -50,30 +41,48 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
-from leeway.actors.weight_receiver import Committed, Rendezvous, StagingArea, check_manifest
+from leeway.actors.vllm_metrics import stat_loggers
+from leeway.actors.vllm_versions import TokenVersions, token_versions
+from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ChecksumMismatch, TransferError
 from leeway.replay.schema import PolicyVersion
 
-BACKEND = "leeway_staged"
+log = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "leeway.actors.vllm_worker.WorkerExtension"
 MAX_STARTS = 5
 """Times a request is sent whose first token came after a change of weights; the last one counts."""
 SHUTDOWN_S = 20.0
 """Seconds the engine's processes have to end by themselves; they take about 3 on a busy CPU."""
+STAGED_SHARE = 0.6
+"""Weights and staging may take this much of the engine's memory; the rest is for keys and values.
+"""
 
 
 class VllmPolicy:
     """A Policy on one vLLM engine."""
 
     def __init__(
-        self, engine: AsyncLLM, model: Path, max_model_len: int, version: PolicyVersion
+        self,
+        engine: AsyncLLM,
+        model: Path,
+        config: PolicyConfig,
+        versions: TokenVersions,
+        version: PolicyVersion,
     ) -> None:
         self._engine = engine
         self._loaded = _loaded_shapes(model)
-        self._max_model_len = max_model_len
+        self._config = config
+        self._max_model_len = config.max_model_len
+        self._stages = stages(config, self._loaded)
+        self._versions = versions
         self._version = version
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self._paused_at: float | None = None
+        self._broken: str | None = None
+        """Why nothing that the engine samples may be used any longer."""
         self._stop_ids: dict[tuple[str, ...], list[int]] = {}
 
     @classmethod
@@ -82,9 +91,35 @@ class VllmPolicy:
     ) -> VllmPolicy:
         """Load `model`, whose weights are policy version `version`. Takes 25 to 50 s on a CPU."""
         set_environment(config)
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(model, config, seed)))
-        await engine.update_weight_version(str(version))
-        return cls(engine, model, config.max_model_len, version)
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(model, config, seed)),
+            stat_loggers=stat_loggers(config),
+        )
+        versions = await token_versions(engine, version)
+        return cls(engine, model, config, versions, version)
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """vLLM's own front end, for who measures it."""
+        return self._engine
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that receive weights."""
+        return self._config.tensor_parallel_size
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, such as bfloat16."""
+        return _dtype(self._config)
+
+    @property
+    def gpus(self) -> list[str]:
+        """UUIDs of the GPUs it computes on."""
+        if not torch.cuda.is_available():
+            return []
+        places = range(self._config.tensor_parallel_size)
+        return [current_platform.get_device_uuid(i).removeprefix("GPU-") for i in places]
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn; the versions are those the engine reports for its tokens."""
@@ -116,25 +151,26 @@ class VllmPolicy:
             async for output in self._engine.generate(prompt, params, request_id):
                 final = output.outputs[0]
         except (asyncio.CancelledError, GeneratorExit):
+            self._versions.forget(request_id)
             raise
         except Exception as error:
+            self._versions.forget(request_id)
             raise EngineError(f"request {request.request_id}: {error}") from error
-        return self._completion(request, final)
+        return self._completion(request_id, final)
 
-    def _completion(self, request: CompletionRequest, final: Any) -> Completion:
-        if final is None or final.weight_versions is None or final.logprobs is None:
-            raise EngineError(f"request {request.request_id}: the engine ended it without tokens")
+    def _completion(self, request_id: str, final: Any) -> Completion:
+        if self._broken is not None:
+            raise EngineError(f"request {request_id}: {self._broken}")
+        if final is None or final.logprobs is None:
+            raise EngineError(f"request {request_id}: the engine ended it without tokens")
         token_ids = list(final.token_ids)
-        versions = [
-            int(span.version) for span in final.weight_versions for _ in range(span.start, span.end)
-        ]
         return Completion(
             token_ids=token_ids,
             logprobs=[
                 float(entry[token].logprob)
                 for token, entry in zip(token_ids, final.logprobs, strict=True)
             ],
-            versions=versions[: len(token_ids)],
+            versions=self._versions.of(request_id, final)[: len(token_ids)],
             finish="stop" if final.finish_reason == "stop" else "length",
         )
 
@@ -152,7 +188,9 @@ class VllmPolicy:
         return self._version
 
     async def check(self) -> None:
-        """Raise when the engine is dead."""
+        """Raise when the engine is dead, or its weights are of no version."""
+        if self._broken is not None:
+            raise EngineError(self._broken)
         await self._engine.check_health()
 
     async def close(self) -> None:
@@ -171,53 +209,98 @@ class VllmPolicy:
         check_manifest(manifest, self._loaded, optional=("lm_head.weight",) if is_tied else ())
 
     async def join(self, rendezvous: Rendezvous) -> None:
-        """Join a transfer group; returns when the worker's join has started and ended."""
-        info = {"rendezvous": rendezvous.to_dict()}
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        """Join a transfer group; returns when the workers' joins have ended."""
+        await self._call("leeway_join", rendezvous.to_dict())
         await self._until_idle("join", rendezvous.timeout_s)
 
-    async def stage(self, manifest: list[TensorSpec], timeout_s: float) -> float:
-        """Receive a published version into staging while generation goes on. Returns seconds."""
+    async def stage(self, delivery: Delivery) -> float:
+        """Receive a published version while generation goes on. Returns seconds.
+
+        Without staging generation pauses here, until `commit`; what fails then leaves weights of no
+        version, and the engine must be restarted.
+        """
         began = time.monotonic()
-        specs = [[spec.name, spec.dtype, list(spec.shape)] for spec in manifest]
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(
-            WeightTransferUpdateRequest(update_info={"manifest": specs})
-        )
-        await self._until_idle("receive", timeout_s)
+        if not self._stages:
+            await self._pause()
+        try:
+            await self._call("leeway_receive", delivery.to_dict(), self._stages)
+            await self._until_idle("receive", delivery.timeout_s)
+        except BaseException as error:
+            if not self._stages:
+                self._broken = f"its weights are of no version: {error}"
+                await self._resume()
+            raise
         return time.monotonic() - began
 
     async def commit(self, version: PolicyVersion, checksum: str) -> Committed:
-        """Swap the staged weights in, running requests kept. Returns the pause.
+        """Take the received weights into use, running requests kept. Returns the pause.
 
         Raises ChecksumMismatch before anything changed. Any other error leaves the engine with
         unknown weights: it must be restarted.
         """
-        for problem in await self._engine.collective_rpc("leeway_check", args=(checksum,)):
-            if problem:
+        await self._check(checksum)
+        try:
+            await self._pause()
+            [worker, *_] = await self._call("leeway_commit", str(version))
+            self._version = version
+            pause_s = await self._resume(version)
+            await self._call("leeway_verify")
+            await self._until_idle("verify", self._config.start_timeout_s)
+        except BaseException as error:
+            self._broken = f"version {version} was not taken into use: {error}"
+            raise
+        finally:
+            await self._resume()
+        return Committed(
+            version=version,
+            checksum=checksum,
+            pause_s=pause_s,
+            copy_s=worker["copy_s"],
+            wire_s=worker["wire_s"],
+        )
+
+    async def _check(self, checksum: str) -> None:
+        for problem in await self._call("leeway_check", checksum):
+            if problem and self._stages:
                 await self.abandon()
                 raise ChecksumMismatch(problem)
-        core = self._engine.engine_core
-        self._unpaused.clear()
-        began = time.monotonic()
-        try:
-            await core.pause_scheduler_async(mode="keep", clear_cache=False)
-            await self._engine.finish_weight_update(str(version))
-            self._version = version
-        finally:
+            if problem:
+                self._broken = f"its weights are of no version: {problem}"
+                await self._resume()
+                raise TransferError(self._broken)
+
+    async def _pause(self) -> None:
+        """Until nothing is under way any longer; harmless when repeated."""
+        if self._paused_at is None:
+            self._unpaused.clear()
+            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            self._paused_at = time.monotonic()
+
+    async def _resume(self, version: PolicyVersion | None = None) -> float:
+        """Go on, with tokens of `version` if it is a new one. Returns the seconds of the pause."""
+        if self._paused_at is None:
             self._unpaused.set()
-            await self._engine.resume_generation()
-        return Committed(version=version, checksum=checksum, pause_s=time.monotonic() - began)
+            return 0.0
+        if version is not None:
+            await self._versions.set(version)
+        await self._engine.resume_generation()
+        pause_s, self._paused_at = time.monotonic() - self._paused_at, None
+        self._unpaused.set()
+        return pause_s
 
     async def abandon(self) -> None:
         """Forget a transfer that failed, so that the next one can start."""
-        await self._engine.collective_rpc("leeway_abandon")
+        await self._call("leeway_abandon")
+
+    async def _call(self, method: str, *arguments: object) -> list[Any]:
+        """Call every worker, between two steps of the engine; its answers by rank."""
+        return await self._engine.collective_rpc(method, args=arguments)
 
     async def _until_idle(self, what: str, timeout_s: float) -> None:
         # Each look is a call between two steps of the engine, so a long wait looks less often.
         deadline, pause_s = time.monotonic() + timeout_s, 0.002
         while time.monotonic() < deadline:
-            states = set(await self._engine.collective_rpc("leeway_transfer_state"))
+            states = set(await self._call("leeway_transfer_state"))
             problems = states - {"busy", "idle"}
             if problems:
                 raise TransferError(problems.pop())
@@ -249,6 +332,9 @@ def set_environment(config: PolicyConfig) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if find_spec("flashinfer") is None:
+        # vLLM takes for granted on recent GPUs that its sampler is there.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not torch.cuda.is_available():
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -263,26 +349,73 @@ def set_environment(config: PolicyConfig) -> None:
 def engine_arguments(model: Path, config: PolicyConfig, seed: int) -> dict[str, Any]:
     """vLLM's engine arguments by name; an LLM of these is the same engine, offline."""
     on_gpu = torch.cuda.is_available()
-    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     extra: dict[str, Any] = (
-        {"gpu_memory_utilization": config.gpu_memory_utilization}
+        {"gpu_memory_utilization": _memory_share(model, config)}
         if on_gpu
         # Small blocks: siblings share prompts, and a turn's prompt is the turn before it.
-        else {"distributed_executor_backend": "uni", "block_size": 32}
+        else {"block_size": 32}
     )
+    if config.tensor_parallel_size > 1:
+        extra["tensor_parallel_size"] = config.tensor_parallel_size
+        extra["distributed_executor_backend"] = "mp"
+    elif not on_gpu:
+        extra["distributed_executor_backend"] = "uni"
     return {
         "model": str(model),
-        "dtype": dtype,
+        "dtype": _dtype(config),
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "seed": seed,
         "enforce_eager": not on_gpu,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "worker_extension_cls": "leeway.actors.vllm_policy.WorkerExtension",
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": WORKER_EXTENSION,
         **extra,
     }
+
+
+def _dtype(config: PolicyConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def stages(config: PolicyConfig, loaded: dict[str, list[int]]) -> bool:
+    """Whether a version is received beside the one in use; `policy.staging` decides, or memory.
+
+    7B in bfloat16 on 80 GiB, of which the engine has 85 %: 14.2 GiB of weights and as much of
+    staging are 42 % of its 68 GiB, so `auto` stages. 32B would be 180 %: it is received in place.
+    """
+    if config.staging != "auto" or not torch.cuda.is_available():
+        return config.staging != "never"
+    weights = _num_bytes(config, loaded)
+    total = current_platform.get_device_total_memory()
+    budget = config.gpu_memory_utilization * total
+    needed = weights / config.tensor_parallel_size + weights
+    staged = needed <= STAGED_SHARE * budget
+    log.info(
+        "%s: weights of %.1f GiB and as much of staging on a device where the engine has %.1f GiB",
+        "a version is received beside the one in use"
+        if staged
+        else "weights are received in place",
+        weights / 2**30,
+        budget / 2**30,
+    )
+    return staged
+
+
+def _memory_share(model: Path, config: PolicyConfig) -> float:
+    """What vLLM may fill with weights, keys and values: staging is left free."""
+    loaded = _loaded_shapes(model)
+    if not stages(config, loaded):
+        return config.gpu_memory_utilization
+    total = current_platform.get_device_total_memory()
+    return max(0.05, config.gpu_memory_utilization - _num_bytes(config, loaded) / total)
+
+
+def _num_bytes(config: PolicyConfig, loaded: dict[str, list[int]]) -> int:
+    size = getattr(torch, _dtype(config)).itemsize
+    return sum(prod(shape) * size for shape in loaded.values())
 
 
 def _loaded_shapes(model: Path) -> dict[str, list[int]]:
@@ -294,154 +427,3 @@ def _loaded_shapes(model: Path) -> dict[str, list[int]]:
         for name, entry in tensors.items()
         if "shape" in entry and not name.endswith(".rotary_emb.inv_freq")
     }
-
-
-# ---- in the engine's worker process
-
-
-@dataclass
-class _InitInfo(WeightTransferInitInfo):
-    rendezvous: dict[str, Any]
-
-
-@dataclass
-class _UpdateInfo(WeightTransferUpdateInfo):
-    manifest: list[list[Any]]
-
-
-class StagedTransferEngine(WeightTransferEngine):
-    """vLLM's weight-transfer interface over a StagingArea."""
-
-    init_info_cls, update_info_cls = _InitInfo, _UpdateInfo
-    supports_draft_weight_update = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.staging = StagingArea(self.device)
-        # It warns at each reload about layers without weights of their own, such as a tied head;
-        # what was not loaded shows in check_in_use.
-        reload_log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-        reload_log.setLevel(logging.ERROR)
-
-    def init_transfer_engine(self, init_info: _InitInfo) -> None:
-        rendezvous = Rendezvous.from_dict(init_info.rendezvous)
-        self.staging.start_join(rendezvous, rank_in_engine=self.parallel_config.rank)
-
-    def start_weight_update(self) -> None:
-        """Nothing yet: loading starts when staging is complete, in finish_weight_update."""
-
-    def receive_weights(self, update_info: _UpdateInfo) -> None:
-        self.staging.start_receive(
-            [TensorSpec(name=n, dtype=d, shape=s) for n, d, s in update_info.manifest]
-        )
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class synchronizes the device after each call, which would wait for the transfer.
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def finish_weight_update(self) -> None:
-        staged = self.staging.take()
-        model: Any = self.model
-        initialize_layerwise_reload(model)
-        model.load_weights(iter(staged.items()))
-        finalize_layerwise_reload(self.model, self.model_config)
-        _rebind_tied_head(self.model, self.device)
-        check_in_use(self.model, staged)
-
-    def shutdown(self) -> None:
-        self.staging.close()
-        # The process ends now. Looking for garbage in all it ever loaded would take 2 s more.
-        atexit.register(gc.freeze)
-
-    @staticmethod
-    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        raise TransferError("the learner sends through leeway.learner.weights, not through vLLM")
-
-
-class WorkerExtension:
-    """Calls that the replica makes in every worker. Importing this module registers the engine."""
-
-    weight_transfer_engine: StagedTransferEngine
-    _weight_update_active: bool
-
-    def leeway_transfer_state(self) -> str:
-        """`busy`, `idle`, or what went wrong."""
-        return self.weight_transfer_engine.staging.state()
-
-    def leeway_check(self, checksum: str) -> str | None:
-        """What is wrong with the staged weights, None if nothing is."""
-        try:
-            self.weight_transfer_engine.staging.check(checksum)
-        except TransferError as error:
-            return str(error)
-        return None
-
-    def leeway_abandon(self) -> None:
-        """Drop a transfer that failed."""
-        self.weight_transfer_engine.staging.abandon()
-        self._weight_update_active = False
-
-
-def _rebind_tied_head(model: Any, device: torch.device) -> None:
-    # CPU builds pack lm_head into a closure; with tied embeddings a reload leaves the old packed
-    # copy in use, and log-probs are off by 10 with no error.
-    head = getattr(model, "lm_head", None)
-    if device.type != "cpu" or head is None or not model.config.tie_word_embeddings:
-        return
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    head.weight = model.model.embed_tokens.weight
-    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-
-
-def check_in_use(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> None:
-    """Raise TransferError unless what the engine will compute with is what was staged.
-
-    Plain weights are compared bit for bit. CPU builds keep packed weights inside closures that
-    cannot be read back, so those are probed: their output for a fixed input must equal the staged
-    weights'.
-    """
-    packed = getattr(model, "packed_modules_mapping", {})
-    unseen = set(staged)
-    for path, module in model.named_modules():
-        expected, names = _expected_weight(path, packed, staged)
-        if expected is None:
-            continue
-        unseen -= names
-        if not _uses(module, expected):
-            raise TransferError(f"{path} does not use the weights that were sent for it")
-    left = {name for name in unseen if name.endswith(".weight")}
-    if left:
-        raise TransferError(f"the engine has no place for {sorted(left)[0]}")
-
-
-def _expected_weight(
-    path: str, packed: Mapping[str, list[str]], staged: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor | None, set[str]]:
-    parent, _, leaf = path.rpartition(".")
-    prefix = f"{parent}." if parent else ""
-    names = [f"{prefix}{part}.weight" for part in packed.get(leaf, [leaf])]
-    if path == "lm_head" and names[0] not in staged:
-        names = ["model.embed_tokens.weight"]
-    if not all(name in staged for name in names):
-        return None, set()
-    return torch.cat([staged[name] for name in names]), set(names)
-
-
-def _uses(module: torch.nn.Module, expected: torch.Tensor) -> bool:
-    cpu_linear = getattr(module, "cpu_linear", None)
-    weight: Any = getattr(module, "weight", None)
-    if cpu_linear is not None:
-        generator = torch.Generator().manual_seed(expected.shape[0])
-        probe = torch.randn(4, expected.shape[1], generator=generator).to(expected.dtype)
-        got = cpu_linear(probe, weight, None)[:, : expected.shape[0]].float()
-        want = probe.float() @ expected.float().T
-        tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
-        return bool(((got - want).norm() <= tolerance * want.norm()).item())
-    if weight is None or weight.numel() < expected.numel():
-        return False
-    return torch.equal(weight[: expected.shape[0]], expected.to(weight.dtype))
-
-
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, StagedTransferEngine)

@@ -1,23 +1,24 @@
 """Receiving weights beside a running engine: a staging area filled by a thread of its own.
 
 `StagingArea` knows torch.distributed and nothing of vLLM; the vLLM adapter and the torch policy
-both use it. Its owner calls `start_join` and `start_receive`, asks `state` until it is idle, then
-`take`s.
+both use it. Its owner calls `start_join` and `start_receive`, asks `state` until it is idle, checks
+the checksum, then takes what `views` shows.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from leeway.replay import transfer
-from leeway.replay.board import TensorSpec
+from leeway.replay.board import TensorSpec, Transport
 from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.flat_weights import Checksum, Layout, checksum
 from leeway.replay.schema import PolicyVersion
 
 
@@ -29,10 +30,11 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     rank_offset: int
     """Rank of the engine's first worker; rank 0 is the learner."""
     world_size: int
+    transport: Transport
     timeout_s: float
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, as vLLM's request classes want them."""
+        """Plain values, for the way into an engine's processes."""
         return msgspec.to_builtins(self)
 
     @staticmethod
@@ -46,9 +48,13 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
     version: PolicyVersion
     checksum: str
-    """leeway.replay.transfer.checksum of what the engine holds."""
+    """leeway.replay.flat_weights.checksum of what the engine received."""
     pause_s: float
     """Seconds in which nothing was generated."""
+    copy_s: float = 0.0
+    """Seconds of it in which the weights were taken in."""
+    wire_s: float = 0.0
+    """Seconds that the weights were on the wire."""
 
 
 def check_manifest(
@@ -79,19 +85,55 @@ def _some(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-class StagingArea:
-    """One transfer group and at most one staged version, on one device.
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """What is about to be sent, as an engine is told of it."""
 
-    Joins and receives run on a thread each; the owner's thread only ever looks at `state` and takes
-    the result, so an engine can go on generating meanwhile.
+    manifest: list[TensorSpec]
+    chunk_bytes: int
+    """Bytes of one broadcast; see Layout.chunks."""
+    timeout_s: float
+    """The whole of it must be through by then."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for the way into an engine's processes."""
+        return msgspec.to_builtins(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, object]) -> Delivery:
+        """Inverse of to_dict."""
+        return msgspec.convert(values, Delivery)
+
+
+class InPlace(Protocol):
+    """An engine that takes weights as they come, without a place to keep them first."""
+
+    def begin(self) -> None: ...
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+    def end(self) -> None: ...
+
+
+class StagingArea:
+    """One transfer group and at most one received version, on one device.
+
+    Joins and receives run on a thread each; the owner's thread only ever looks at `state`, so an
+    engine can go on generating meanwhile. The buffer is kept from one version to the next: nothing
+    is allocated beside a running engine, and what lies in it stays until the next version comes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._group: dist.ProcessGroup | None = None
-        self._staged: tuple[dict[str, torch.Tensor], str] | None = None
+        self._transport: Transport = "gloo"
+        self._layout: Layout | None = None
+        self._flat: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None
+        """What came through host memory on its way to a GPU."""
+        self._received: str | None = None
+        """Checksum of the version that is here."""
         self._job: _Job | None = None
         self._error: str | None = None
+        self.wire_s = 0.0
+        """Seconds that the last version was on the wire."""
 
     def start_join(self, rendezvous: Rendezvous, rank_in_engine: int = 0) -> None:
         """Begin joining a transfer group; the old one is dropped."""
@@ -100,35 +142,65 @@ class StagingArea:
             timeout_s = rendezvous.timeout_s
             store = transfer.build_store(rendezvous.host, rendezvous.port, False, timeout_s)
             rank = rendezvous.rank_offset + rank_in_engine
-            return transfer.build_group(store, rank, rendezvous.world_size, self._device, timeout_s)
+            device = transfer.wire_device(rendezvous.transport, self._device)
+            return transfer.build_group(store, rank, rendezvous.world_size, device, timeout_s)
 
         def keep(group: dist.ProcessGroup) -> None:
             self._group = group
 
-        self._start("join the transfer group", join, keep)
-        self._group = None
+        self.start("join the transfer group", join, keep)
+        transfer.drop(self._group)
+        self._group, self._transport = None, rendezvous.transport
 
-    def start_receive(self, manifest: list[TensorSpec]) -> None:
-        """Begin receiving a version into staging."""
-        group = self._group
+    def start_receive(
+        self,
+        delivery: Delivery,
+        in_place: InPlace | None = None,
+        then: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+    ) -> None:
+        """Begin receiving a version: into the buffer, or by `in_place` straight into the engine.
 
-        def receive() -> tuple[dict[str, torch.Tensor], str]:
+        In place, the engine must not compute meanwhile, and what goes wrong leaves it with weights
+        of neither version. `then` is called on the thread with what has come into the buffer.
+        """
+        group, layout = self._group, Layout(delivery.manifest)
+        wire_device = transfer.wire_device(self._transport, self._device)
+        if self._layout is None or self._layout.manifest != layout.manifest:
+            self._layout, self._flat, self._host = layout, None, None
+        layout = self._layout
+
+        def receive() -> tuple[float, str]:
             if group is None:
                 raise TransferError("no transfer group was joined")
-            staged = transfer.receive(group, manifest, self._device)
-            return staged, transfer.checksum(staged)
+            if in_place is not None:
+                return _receive_in_place(group, layout, delivery, wire_device, in_place)
+            if self._flat is None:
+                self._flat = layout.empty(self._device)
+            flat = wire = self._flat
+            if wire_device != self._device:
+                self._host = layout.empty(wire_device) if self._host is None else self._host
+                wire = self._host
+            pieces = [wire[c.start : c.stop] for c in layout.chunks(delivery.chunk_bytes)]
+            wire_s = transfer.broadcast(group, pieces, delivery.timeout_s)
+            if wire is not flat:
+                flat.copy_(wire)
+            received = checksum(layout, flat)
+            if then is not None:
+                then(layout.views(flat))
+            return wire_s, received
 
-        def keep(staged: tuple[dict[str, torch.Tensor], str]) -> None:
-            self._staged = staged
+        def keep(received: tuple[float, str]) -> None:
+            self.wire_s, self._received = received
 
-        self._start("receive weights", receive, keep)
-        self._staged = None
+        self.start("receive weights", receive, keep)
+        self._received = None
 
-    def _start(self, what: str, work: Callable[[], Any], keep: Callable[[Any], None]) -> None:
+    def start(self, what: str, work: Callable[[], Any], keep: Callable[[Any], None]) -> None:
+        """Run `work` on a thread; `keep` gets its result on the thread that asks for the state."""
         if self.state() == "busy":
             raise TransferError(f"cannot {what}: the transfer before it is still running")
         self._error = None
-        self._job = _Job(what, work, keep)
+        self._job = _Job(what, _on_own_stream(self._device, work), keep)
 
     def state(self) -> str:
         """`busy` while a thread works, `idle` when it is done, else what went wrong."""
@@ -143,37 +215,76 @@ class StagingArea:
         return self._error or "idle"
 
     def check(self, checksum: str) -> None:
-        """Raise ChecksumMismatch unless what is staged is what was sent.
+        """Raise ChecksumMismatch unless what was received is what was sent.
 
         The checksum was computed by the receiving thread, outside any pause.
         """
-        _, received = self._received()
-        if checksum != received:
-            self._staged = None
+        state = self.state()
+        if self._received is None:
+            raise TransferError("nothing was received" if state == "idle" else state)
+        if checksum != self._received:
+            received, self._received = self._received, None
             raise ChecksumMismatch(f"checksum {received} was received, {checksum} was sent")
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """The staged tensors, in the manifest's order; staging is empty afterwards."""
-        staged, _ = self._received()
-        self._staged = None
-        return staged
-
-    def _received(self) -> tuple[dict[str, torch.Tensor], str]:
+    def views(self) -> dict[str, torch.Tensor]:
+        """The received tensors, in the manifest's order, sharing the buffer's memory."""
         state = self.state()
-        if self._staged is None:
-            raise TransferError("nothing is staged" if state == "idle" else state)
-        return self._staged
+        if self._received is None or self._layout is None or self._flat is None:
+            raise TransferError("nothing was received" if state == "idle" else state)
+        return self._layout.views(self._flat)
 
     def abandon(self) -> None:
-        """Forget the group and what was staged.
+        """Forget the group and what was received.
 
         A thread that still runs is left to time out; what it brings is dropped with its job.
         """
-        self._group, self._staged, self._error, self._job = None, None, None, None
+        transfer.drop(self._group)
+        self._group, self._received, self._error, self._job = None, None, None, None
+        # The thread may still write into the buffer.
+        self._layout, self._flat, self._host = None, None, None
 
     def close(self) -> None:
         """Same as abandon: sockets close with the group."""
         self.abandon()
+
+
+def _receive_in_place(
+    group: dist.ProcessGroup,
+    layout: Layout,
+    delivery: Delivery,
+    device: torch.device,
+    engine: InPlace,
+) -> tuple[float, str]:
+    """Piece by piece through one buffer as large as the largest."""
+    chunks = layout.chunks(delivery.chunk_bytes)
+    room = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    buffer = torch.empty(room, dtype=torch.uint8, device=device)
+    pieces = [buffer[: chunk.stop - chunk.start] for chunk in chunks]
+    total = Checksum(layout, device)
+
+    def take(place: int) -> None:
+        total.add(pieces[place], chunks[place].start)
+        engine.take(layout.views(pieces[place], chunks[place]))
+
+    engine.begin()
+    wire_s = transfer.broadcast(group, pieces, delivery.timeout_s, arrived=take)
+    engine.end()
+    return wire_s, total.hexdigest()
+
+
+def _on_own_stream(device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]:
+    """`work` with a stream of its own where there are streams, through when it returns."""
+    if device.type != "cuda":
+        return work
+
+    def run() -> Any:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+            result = work()
+            stream.synchronize()
+        return result
+
+    return run
 
 
 class _Job:

@@ -24,7 +24,9 @@ from transformers import PreTrainedModel
 
 from leeway.learner.config import LearnerConfig
 from leeway.learner.world import World
+from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.flat_weights import describe
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,13 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in saved:
             yield name, buffer.detach()
+
+
+def weight_manifest(model: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
+    """Names and shapes of `full_weights`, in its order, floats in `dtype`; nothing is gathered."""
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return describe(dict(model.named_parameters()) | buffers, dtype)
 
 
 def _full(tensor: Tensor) -> Tensor:

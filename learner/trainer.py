@@ -38,9 +38,10 @@ from leeway.learner.objective.loss import BatchTerms, batch_terms, clipped
 from leeway.learner.objective.presets import resolve
 from leeway.learner.objective.ratio import importance_ratio, log_ratio
 from leeway.learner.passes import Pass, Passes
-from leeway.learner.sharding import Layout, full_weights
+from leeway.learner.sharding import Layout, full_weights, weight_manifest
 from leeway.learner.update import Update, build_update, check_finite, tokens_of
 from leeway.learner.world import World
+from leeway.replay.board import TensorSpec
 
 BETAS: Final = (0.9, 0.95)
 """AdamW. The second is below its default: gradients of policies change fast."""
@@ -142,6 +143,10 @@ class Trainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's whole tensors, one by one; see `full_weights`."""
         return full_weights(self.model)
+
+    def weight_manifest(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """What `weights` yields, by name and shape, floats in `dtype`."""
+        return weight_manifest(self.model, dtype)
 
     def _update(self, batch: PackedBatch, version: int) -> Update:
         proximal_T = value_T = None

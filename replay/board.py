@@ -31,10 +31,14 @@ __all__ = [
     "RunBoard",
     "Stage",
     "TensorSpec",
+    "Transport",
 ]
 
 REPORTS_KEPT_S: Final = 3600
 """Reports of a publish are forgotten after this long."""
+
+Transport = Literal["nccl", "gloo"]
+"""What carries the bytes: NCCL from GPU to GPU, gloo from host memory to host memory."""
 
 Stage = Literal["ready", "joined", "committed", "failed"]
 """How far an engine is with a publish: it lives and can load what the manifest lists, is in the
@@ -63,6 +67,10 @@ class EngineRecord(msgspec.Struct, frozen=True):
     engine_id: str
     num_ranks: int
     """Processes that join a transfer group."""
+    dtype: str
+    """Of its weights, such as bfloat16."""
+    gpus: list[str]
+    """UUIDs of the GPUs its ranks compute on; none on CPUs."""
     version: int
     """Version of the weights it samples with."""
     address: str
@@ -81,12 +89,15 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     """Where the group meets."""
+    transport: Transport
     world_size: int
     """Ranks of the group: the learner's and all engines'."""
     rank_offsets: dict[str, int]
     """First rank of each engine; an engine that is missing here takes no part."""
     manifest: list[TensorSpec]
-    """Every tensor, in the order in which it is sent."""
+    """Every tensor, in the order in which it is sent; see leeway.replay.flat_weights.Layout."""
+    chunk_bytes: int
+    """Bytes of one broadcast."""
     checksum: str
     """Of what is sent; an engine that received anything else keeps the weights it has."""
     deadline_s: float
@@ -101,11 +112,15 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage
     version: int
     checksum: str = ""
-    """Of the weights it uses, after `committed`; see leeway.replay.transfer.checksum."""
+    """Of the weights it uses, after `committed`; see leeway.replay.flat_weights.checksum."""
     transfer_s: float = 0.0
-    """Seconds until everything was received."""
+    """Seconds from `ready` until everything was received, joining a new group included."""
+    wire_s: float = 0.0
+    """Seconds of it that the bytes were on the wire."""
     pause_s: float = 0.0
     """Seconds without generation."""
+    copy_s: float = 0.0
+    """Seconds of the pause in which the weights were taken in."""
     error: str | None = None
     """Why it failed; None unless the stage is `failed`."""
 

@@ -1,7 +1,6 @@
-"""What both ends of a weight transfer must agree on: the group, the order of bytes, the checksum.
+"""How weights travel: a process group of its own, and broadcasts with a deadline.
 
-The learner sends, engines receive, and neither imports the other, so the agreement lives here. This
-is the only file of replay that imports torch.
+The learner is rank 0 and sends; engines receive. What travels is described in flat_weights.py.
 """
 
 # torch.distributed exports TCPStore without naming it in __all__.
@@ -10,17 +9,20 @@ is the only file of replay that imports torch.
 from __future__ import annotations
 
 import datetime
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from leeway.replay.board import TensorSpec
+from leeway.replay.board import Transport
 from leeway.replay.errors import TransferError
 
-BUCKET_BYTES = 64 * 2**20
-"""Bytes of one broadcast: tensors are packed into buckets of about this size."""
+LOOK_S = 0.0005
+"""How often it is looked whether a GPU has finished."""
 
 
 def build_store(host: str, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
@@ -39,6 +41,19 @@ def build_store(host: str, port: int, is_master: bool, timeout_s: float) -> dist
         ) from error
 
 
+def wire_device(transport: Transport, device: torch.device) -> torch.device:
+    """Where a buffer must lie that travels by `transport`, for a rank that computes on `device`."""
+    return device if transport == "nccl" else torch.device("cpu")
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """What tells this GPU from all others; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    cuda: Any = torch.cuda
+    return str(cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+
+
 def build_group(
     store: dist.TCPStore, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
@@ -51,9 +66,7 @@ def build_group(
     # torch's stubs call both a Backend; they have every method of a ProcessGroup that is used here.
     try:
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportReturnType]
+            return _build_nccl(store, rank, size, device, timeout_s)
         return dist.ProcessGroupGloo(store, rank, size, timeout)  # pyright: ignore[reportReturnType]
     except RuntimeError as error:
         raise TransferError(
@@ -62,125 +75,100 @@ def build_group(
         ) from error
 
 
-def broadcast(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
-    """Send (rank 0) or receive (others) a flat tensor; returns when this end has done with it."""
+def _build_nccl(
+    store: dist.TCPStore, rank: int, size: int, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup:
+    # NCCL itself waits for ever for a rank that does not come, so it begins when all are there.
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{each}" for each in range(size)], datetime.timedelta(seconds=timeout_s))
+    options = dist.ProcessGroupNCCL.Options()
+    # Deadlines are kept by `broadcast`; torch's own watchdog and monitor would end the process.
+    options._timeout = datetime.timedelta(days=1)
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+    # The first collective builds the connections, which takes as long as many transfers.
+    broadcast(group, [torch.zeros(16, dtype=torch.uint8, device=device)], timeout_s)
+    return group
+
+
+@contextmanager
+def _environment(**values: str) -> Generator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def broadcast(
+    group: dist.ProcessGroup,
+    pieces: Sequence[torch.Tensor],
+    timeout_s: float,
+    arrived: Callable[[int], None] | None = None,
+) -> float:
+    """Send (rank 0) or receive (others) flat uint8 pieces; returns when this end has done with it.
+
+    `arrived(i)` is called behind the i-th piece: on a GPU while it is still under way, with a
+    stream current in which work comes after its arrival and before the next piece's.
+    Returns the seconds the pieces took on the wire. Raises TransferError when they were not through
+    within `timeout_s`; the group is of no more use then.
+    """
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
-        # As bytes: gloo refuses some dtypes, such as bool and int16.
-        group.broadcast([flat.view(torch.uint8)], options).wait()
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
+        if pieces and pieces[0].is_cuda:
+            return _broadcast_cuda(group, pieces, timeout_s, arrived, options)
+        began = time.monotonic()
+        timeout = datetime.timedelta(seconds=timeout_s)
+        for place, piece in enumerate(pieces):
+            options.timeout = timeout
+            group.broadcast([piece], options).wait()
+            if arrived is not None:
+                arrived(place)
+        return time.monotonic() - began
     except RuntimeError as error:
         raise TransferError(f"broadcast of weights failed: {_first_line(error)}") from error
 
 
-def buckets(
-    manifest: Iterable[TensorSpec], bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[list[TensorSpec]]:
-    """Consecutive tensors of one dtype: at most `bucket_bytes`, or one tensor that is larger."""
-    bucket: list[TensorSpec] = []
-    size = 0
-    for spec in manifest:
-        full = size + num_bytes(spec) > bucket_bytes
-        if bucket and (full or spec.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(spec)
-        size += num_bytes(spec)
-    if bucket:
-        yield bucket
+def _broadcast_cuda(
+    group: dist.ProcessGroup,
+    pieces: Sequence[torch.Tensor],
+    timeout_s: float,
+    arrived: Callable[[int], None] | None,
+    options: dist.BroadcastOptions,
+) -> float:
+    """Everything is queued at once on a stream of its own; nothing else on the GPU waits for it."""
+    device = pieces[0].device
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for place, piece in enumerate(pieces):
+            # `wait` lets this stream wait, not this thread.
+            group.broadcast([piece], options).wait()
+            if arrived is not None:
+                arrived(place)
+        ended.record()
+        deadline = time.monotonic() + timeout_s
+        while not ended.query():
+            if time.monotonic() > deadline:
+                # What still waits on the GPU ends with the group.
+                group.abort()
+                raise TransferError(f"the weights were not through within {timeout_s:g} s")
+            time.sleep(LOOK_S)
+        return began.elapsed_time(ended) / 1e3
 
 
-def num_elements(spec: TensorSpec) -> int:
-    """Elements of the tensor; 1 for a scalar."""
-    count = 1
-    for extent in spec.shape:
-        count *= extent
-    return count
-
-
-def num_bytes(spec: TensorSpec) -> int:
-    """Bytes of the tensor on the wire."""
-    return num_elements(spec) * dtype_of(spec).itemsize
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """torch dtype of the wire, from its name such as `float32`."""
-    return getattr(torch, spec.dtype)
-
-
-def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
-    """The manifest of a set of tensors, in their order."""
-    return [
-        TensorSpec(
-            name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape)
-        )
-        for name, tensor in tensors.items()
-    ]
-
-
-def send(group: dist.ProcessGroup, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Broadcast `tensors` from rank 0, packed into buckets."""
-    for bucket in buckets(describe(tensors)):
-        broadcast(group, torch.cat([tensors[spec.name].detach().reshape(-1) for spec in bucket]))
-
-
-def receive(
-    group: dist.ProcessGroup, manifest: Iterable[TensorSpec], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Receive what `send` sends, as views into freshly allocated buckets."""
-    received: dict[str, torch.Tensor] = {}
-    for bucket in buckets(manifest):
-        flat = torch.empty(
-            sum(num_elements(spec) for spec in bucket), dtype=dtype_of(bucket[0]), device=device
-        )
-        broadcast(group, flat)
-        offset = 0
-        for spec in bucket:
-            received[spec.name] = flat[offset : offset + num_elements(spec)].view(spec.shape)
-            offset += num_elements(spec)
-    return received
-
-
-def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Digest of names, dtypes, shapes and every bit, the same on CPU and GPU.
-
-    Per tensor the sum of word * position over its 32-bit words, counted from 1, in wrapping 64-bit
-    integers: int32 [5, 7] -> 5 * 1 + 7 * 2 = 19. It is exact, computed where the tensor lies, and
-    different when elements move: two words swapped change it by less than 2**64 and not by 0.
-    """
-    totals = [_weighted_sum(_words(tensor)) for tensor in tensors.values()]
-    # One wait for the device, not one for each tensor.
-    sums = [int(total) for total in torch.stack(totals).cpu()] if totals else []
-    digest = hashlib.sha256()
-    for (name, tensor), total in zip(tensors.items(), sums, strict=True):
-        digest.update(f"{name}|{tensor.dtype}|{list(tensor.shape)}|{total}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as int32 words, the last one filled up with zeros."""
-    flat = tensor.detach().reshape(-1)
-    size = flat.element_size()
-    if flat.storage_offset() * size % 4:
-        flat = flat.clone()
-    rest = -flat.numel() * size % 4
-    if rest:
-        flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, rest))
-    return flat.view(torch.int32)
-
-
-def _weighted_sum(words: torch.Tensor) -> torch.Tensor:
-    # In chunks: the 64-bit copies of a large tensor would be four times its size, and on a CPU
-    # chunks that fit into its cache are ten times as fast.
-    chunk = 2**22 if words.is_cuda else 2**16
-    first = torch.arange(1, 1 + min(chunk, words.numel()), device=words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk].to(torch.int64)
-        total += start * part.sum() + part.mul_(first[: len(part)]).sum()
-    return total
+def drop(group: dist.ProcessGroup | None) -> None:
+    """Give up a group that is of no more use: what it still waits for on a GPU ends."""
+    if group is not None and group.name() == "nccl":
+        group.abort()
 
 
 def _first_line(error: BaseException) -> str:

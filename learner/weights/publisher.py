@@ -27,8 +27,11 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
 
 import msgspec
 import torch
@@ -41,9 +44,10 @@ from leeway.replay.board import (
     EngineReport,
     PolicyBoard,
     Stage,
-    TensorSpec,
+    Transport,
 )
 from leeway.replay.errors import TransferError, WaitTimeout
+from leeway.replay.flat_weights import CHUNK_BYTES, FlatWeights
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ MAX_FAILURES = 2
 """Transfers that may fail in one publish, and failures one engine may report in it."""
 LOOK_S = 1.0
 """Seconds between two looks, while waiting for reports, which engines still live."""
+GRACE_S = 5.0
+"""A transfer ends itself at its deadline; so much later nobody waits for it any longer."""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +65,16 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
     version: PolicyVersion
     num_engines: int
+    num_bytes: int
+    checksum: str
     transfer_s: float
-    """From the announcement until every engine held the bytes."""
+    """From `ready` until every engine held the bytes."""
+    wire_s: float
+    """Seconds of it that the bytes were on the wire, for the slowest engine."""
     pause_s: list[float]
     """Per engine, seconds in which it generated nothing."""
+    copy_s: list[float]
+    """Per engine, seconds of it in which the weights were taken in."""
     evicted: dict[str, str]
     """Engine id -> why it was left out."""
 
@@ -78,10 +90,11 @@ class Publisher:
         self._host = _own_address()
         self._publish_id = 0
         self._group_number = 0
+        self._transport: Transport = "nccl" if device.type == "cuda" else "gloo"
         self._group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
         self._members: dict[str, int] = {}
-        self._pending: tuple[Announcement, float] | None = None
+        self._pending: tuple[Announcement, float, int] | None = None
         self._version = PolicyVersion(0)
         self._evicted: dict[str, str] = {}
 
@@ -91,20 +104,28 @@ class Publisher:
         if latest is not None:
             self._publish_id, self._group_number = latest.publish_id, latest.group_number
 
-    async def publish(self, version: PolicyVersion, weights: Mapping[str, torch.Tensor]) -> int:
+    async def wire_dtype(self) -> torch.dtype:
+        """In which dtype floating-point weights are best sent: that of the engines.
+
+        Engines that compute in bfloat16 would round float32 themselves: half the bytes, the same
+        weights. Where they do not agree it is float32.
+        """
+        dtypes = {engine.dtype for engine in await self._board.engines()}
+        return torch.bfloat16 if dtypes == {"bfloat16"} else torch.float32
+
+    async def publish(self, version: PolicyVersion, weights: FlatWeights) -> int:
         """Send `weights` as `version` to every live engine; returns how many received it.
 
         Engines that died or are late are evicted, the others get it. Raises TransferError when
         every engine that lives refuses, or when sending fails MAX_FAILURES times.
         """
         self._version = version
-        manifest, checksum = transfer.describe(weights), transfer.checksum(weights)
         lost, reason = _Lost(), ""
         while lost.num_transfers < MAX_FAILURES:
             engines = [e for e in await self._board.engines() if e.engine_id not in lost.engines]
             if not engines:
                 break
-            announcement = self._announcement(engines, manifest, checksum)
+            announcement = self._announcement(engines, weights)
             try:
                 if await self._send(announcement, weights, lost):
                     return len(engines)
@@ -112,16 +133,14 @@ class Publisher:
                 log.warning("publish of version %d: %s", version, error)
                 lost.num_transfers += 1
                 reason = str(error)
-            self._group = None
+            self._drop_group()
         else:
             raise TransferError(f"version {version} was not published: {reason}")
         if lost.refusal is not None:
             raise TransferError(f"version {version} was not published: {lost.refusal}")
         return 0
 
-    async def _send(
-        self, announcement: Announcement, weights: Mapping[str, torch.Tensor], lost: _Lost
-    ) -> bool:
+    async def _send(self, announcement: Announcement, weights: FlatWeights, lost: _Lost) -> bool:
         """Announce and send. False if an engine was not ready; raises TransferError otherwise."""
         began = time.monotonic()
         await self._board.announce(announcement)
@@ -134,20 +153,26 @@ class Publisher:
         outcome = await self._await_stage(announcement, "joined")
         if not outcome.is_complete:
             raise TransferError(error_summary(outcome.failed | outcome.silent))
+        group = self._group
+        flat = weights.flat.to(transfer.wire_device(announcement.transport, self._device))
+        chunks = weights.layout.chunks(announcement.chunk_bytes)
+        pieces = [flat[chunk.start : chunk.stop] for chunk in chunks]
         try:
-            await asyncio.to_thread(transfer.send, self._group, weights)
+            await _on_thread(
+                lambda: transfer.broadcast(group, pieces, self._timeout_s), self._timeout_s
+            )
         except TransferError as error:
             raise TransferError(f"to {_names(announcement)}: {error}") from error
-        self._pending = (announcement, began)
+        self._pending = (announcement, began, weights.layout.num_bytes)
         return True
 
-    def _announcement(
-        self, engines: list[EngineRecord], manifest: list[TensorSpec], checksum: str
-    ) -> Announcement:
+    def _announcement(self, engines: list[EngineRecord], weights: FlatWeights) -> Announcement:
         members = {engine.engine_id: engine.num_ranks for engine in engines}
+        self._transport = _transport(self._device, engines)
         new_group = self._group is None or members != self._members
         if new_group:
-            self._group, self._members = None, members
+            self._drop_group()
+            self._members = members
             self._store = transfer.build_store("0.0.0.0", 0, True, self._timeout_s)
             self._group_number += 1
         assert self._store is not None
@@ -163,19 +188,22 @@ class Publisher:
             new_group=new_group,
             host=self._host,
             port=self._store.port,
+            transport=self._transport,
             world_size=rank,
             rank_offsets=offsets,
-            manifest=manifest,
-            checksum=checksum,
+            manifest=list(weights.layout.manifest),
+            chunk_bytes=CHUNK_BYTES[self._transport],
+            checksum=weights.checksum,
             deadline_s=self._timeout_s,
         )
 
     async def _form_group(self, announcement: Announcement) -> dist.ProcessGroup:
-        assert self._store is not None
-        size, device = announcement.world_size, self._device
+        store, size, timeout_s = self._store, announcement.world_size, self._timeout_s
+        device = transfer.wire_device(announcement.transport, self._device)
+        assert store is not None
         try:
-            group = await asyncio.to_thread(
-                transfer.build_group, self._store, 0, size, device, self._timeout_s
+            group = await _on_thread(
+                lambda: transfer.build_group(store, 0, size, device, timeout_s), timeout_s
             )
         except TransferError as error:
             # It says nothing about who was missing; the engines may have.
@@ -221,7 +249,11 @@ class Publisher:
             log.warning("version %d: %s is evicted: %s", self._version, engine_id, reason)
             await self._board.withdraw(engine_id)
             self._evicted[engine_id] = reason
-            self._group = None
+            self._drop_group()
+
+    def _drop_group(self) -> None:
+        transfer.drop(self._group)
+        self._group = None
 
     async def confirm(self) -> Published | None:
         """Wait until the last published version is in use everywhere.
@@ -230,9 +262,10 @@ class Publisher:
         checksum is evicted: it holds weights nobody trained, or older ones.
         """
         pending, self._pending = self._pending, None
-        outcome, began = _Outcome(), time.monotonic()
+        outcome, began, num_bytes, checksum = _Outcome(), time.monotonic(), 0, ""
         if pending is not None:
-            announcement, began = pending
+            announcement, began, num_bytes = pending
+            checksum = announcement.checksum
             outcome = await self._await_stage(announcement, "committed")
             wrong = {
                 e: f"checksum {r.checksum}, sent {announcement.checksum}"
@@ -247,8 +280,12 @@ class Publisher:
         return Published(
             version=self._version,
             num_engines=len(good),
+            num_bytes=num_bytes,
+            checksum=checksum,
             transfer_s=max((r.transfer_s for r in good), default=time.monotonic() - began),
+            wire_s=max((r.wire_s for r in good), default=0.0),
             pause_s=[r.pause_s for r in good],
+            copy_s=[r.copy_s for r in good],
             evicted=evicted,
         )
 
@@ -302,6 +339,36 @@ class _Lost:
             self.engines |= evicted.keys()
             self.num_transfers = 0
         return evicted
+
+
+async def _on_thread(work: Callable[[], Any], timeout_s: float) -> Any:
+    """The result of `work`, on a thread that the end of this process does not wait for.
+
+    NCCL can hang where no deadline of its own reaches it.
+    """
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, name="leeway-publish", daemon=True).start()
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s + GRACE_S)
+    except TimeoutError:
+        raise TransferError(f"nothing came of it within {timeout_s:g} s") from None
+
+
+def _transport(device: torch.device, engines: list[EngineRecord]) -> Transport:
+    """NCCL between GPUs that are all different; it refuses to have two ranks on one."""
+    own = transfer.gpu_uuid(device)
+    gpus = [own, *(gpu for engine in engines for gpu in engine.gpus)]
+    num_ranks = 1 + sum(engine.num_ranks for engine in engines)
+    apart = own is not None and len(set(gpus)) == len(gpus) == num_ranks
+    return "nccl" if apart else "gloo"
 
 
 def _names(announcement: Announcement) -> str:

@@ -23,6 +23,7 @@ from leeway.actors.search.protocol import TAGS
 from leeway.actors.tokens import Tokens, write_byte_tokenizer
 from leeway.replay.board import PolicyBoard
 from leeway.replay.config import ReplayConfig
+from leeway.replay.flat_weights import pack
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
@@ -141,7 +142,7 @@ class Receiver:
         """Publish and confirm; the engine must have taken it."""
         await self.wait_listed()
         new = PolicyVersion(version) if version is not None else await self.next_version()
-        assert await self.publisher.publish(new, weights) == 1
+        assert await self.publisher.publish(new, pack(weights)) == 1
         published = await self.publisher.confirm()
         assert published is not None
         assert (published.version, published.evicted) == (new, {})

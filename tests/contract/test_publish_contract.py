@@ -18,6 +18,7 @@ from leeway.actors.policy import Completion
 from leeway.learner.weights.publisher import Publisher
 from leeway.replay.board import Announcement
 from leeway.replay.errors import TransferError
+from leeway.replay.flat_weights import pack
 
 if TYPE_CHECKING:
     from tests.contract.conftest import Receiver, TinyModel
@@ -171,7 +172,7 @@ async def test_manifest_that_does_not_fit_leaves_the_engine_as_it_was(
     ids = prompt(receiver)
     old = (await receiver.publish(a.weights())).version
     with pytest.raises(TransferError, match=message):
-        await receiver.publisher.publish(await receiver.next_version(), spoil(b.weights()))
+        await receiver.publisher.publish(await receiver.next_version(), pack(spoil(b.weights())))
     published = await receiver.publisher.confirm()
     assert list(published.evicted) == ["engine"]
     assert receiver.membership.broken is None
@@ -196,7 +197,7 @@ async def test_corrupted_payload_leaves_the_engine_as_it_was(receiver):
     old = (await receiver.publish(a.weights())).version
     lying = LyingPublisher(receiver.board, torch.device("cpu"), 20.0)
     await lying.resume()
-    assert await lying.publish(await receiver.next_version(), b.weights()) == 1
+    assert await lying.publish(await receiver.next_version(), pack(b.weights())) == 1
     published = await lying.confirm()
     await receiver.publisher.resume()
     assert (published.num_engines, list(published.evicted)) == (0, ["engine"])
@@ -213,7 +214,7 @@ async def test_engine_survives_two_updates_with_a_failed_one_between(receiver):
     running = asyncio.create_task(receiver.complete(ids, LONG_TOKENS))
     await receiver.publish(a.weights())
     with pytest.raises(TransferError):
-        await receiver.publisher.publish(await receiver.next_version(), lacking(b.weights()))
+        await receiver.publisher.publish(await receiver.next_version(), pack(lacking(b.weights())))
     await receiver.publisher.confirm()
     await receiver.publish(b.weights())
     assert gap(b, ids, await receiver.complete(ids, 16)) < TOLERANCE

@@ -22,6 +22,7 @@ from leeway.actors.weight_receiver import Rendezvous
 from leeway.learner.weights.publisher import Publisher
 from leeway.replay.board import EngineRecord, EngineReport, PolicyBoard
 from leeway.replay.errors import TransferError
+from leeway.replay.flat_weights import pack
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 
@@ -103,7 +104,7 @@ class Engines:
 
     async def haunt(self, engine_id: str, *says: str, ttl_s: float = 0.6) -> None:
         """An engine that dies after its last word, which it says to the first announcement."""
-        await self._board.heartbeat(EngineRecord(engine_id, 1, 0, "here"), ttl_s)
+        await self._board.heartbeat(EngineRecord(engine_id, 1, "float32", [], 0, "here"), ttl_s)
 
         async def answer() -> None:
             announcement = await self._board.next_announcement(0, 10.0)
@@ -146,7 +147,7 @@ async def within(seconds: float) -> AsyncIterator[None]:
 async def test_first_publish_reaches_every_engine(engines, publisher):
     a, b = await engines.start("a"), await engines.start("b")
     async with within(TIMEOUT_S):
-        assert await publisher.publish(V1, weights(1)) == 2
+        assert await publisher.publish(V1, pack(weights(1))) == 2
         published = await publisher.confirm()
     assert (published.version, published.num_engines, published.evicted) == (1, 2, {})
     assert len(published.pause_s) == 2
@@ -156,18 +157,18 @@ async def test_first_publish_reaches_every_engine(engines, publisher):
 
 
 async def test_no_engine_is_no_publish(publisher):
-    assert await publisher.publish(V1, weights(1)) == 0
+    assert await publisher.publish(V1, pack(weights(1))) == 0
     assert await publisher.confirm() is None
 
 
 async def test_learner_that_restarts_publishes_to_the_same_engine(engines, board, publisher):
     a = await engines.start("a")
-    await publisher.publish(V1, weights(1))
+    await publisher.publish(V1, pack(weights(1)))
     await publisher.confirm()
     restarted = Publisher(board, CPU, TIMEOUT_S)
     await restarted.resume()
     async with within(TIMEOUT_S):
-        assert await restarted.publish(V2, weights(2)) == 1
+        assert await restarted.publish(V2, pack(weights(2))) == 1
         await restarted.confirm()
     assert holds(a, 2)
     latest = await board.latest_announcement()
@@ -178,7 +179,7 @@ async def test_learner_that_died_during_a_publish_is_followed_by_the_next(
     engines, board, publisher
 ):
     a = await engines.start("a")
-    dying = asyncio.create_task(publisher.publish(V1, weights(1)))
+    dying = asyncio.create_task(publisher.publish(V1, pack(weights(1))))
     while await board.latest_announcement() is None:
         await asyncio.sleep(0)
     dying.cancel()
@@ -186,18 +187,18 @@ async def test_learner_that_died_during_a_publish_is_followed_by_the_next(
     restarted = Publisher(board, CPU, TIMEOUT_S)
     await restarted.resume()
     async with within(TIMEOUT_S + 1.0):
-        assert await restarted.publish(V2, weights(2)) == 1
+        assert await restarted.publish(V2, pack(weights(2))) == 1
         assert (await restarted.confirm()).evicted == {}
     assert holds(a, 2)
 
 
 async def test_engine_that_joins_late_gets_the_next_publish(engines, board, publisher):
     a = await engines.start("a")
-    await publisher.publish(V1, weights(1))
+    await publisher.publish(V1, pack(weights(1)))
     await publisher.confirm()
     b = await engines.start("b")
     assert await b.version() == 0
-    assert await publisher.publish(V2, weights(2)) == 2
+    assert await publisher.publish(V2, pack(weights(2))) == 2
     await publisher.confirm()
     assert holds(a, 2)
     assert holds(b, 2)
@@ -211,7 +212,7 @@ async def test_engine_that_dies_after_the_announcement_does_not_keep_the_others(
     a = await engines.start("a")
     await engines.haunt("b")
     async with within(2 * TIMEOUT_S):
-        assert await publisher.publish(V1, weights(1)) == 1
+        assert await publisher.publish(V1, pack(weights(1))) == 1
         published = await publisher.confirm()
     assert list(published.evicted) == ["b"]
     assert holds(a, 1)
@@ -222,7 +223,7 @@ async def test_engine_that_dies_while_the_group_forms_does_not_keep_the_others(e
     await engines.haunt("b", "ready")
     # The group fails at its deadline; b's heartbeat has ended by then, and a is alone.
     async with within(3 * TIMEOUT_S):
-        assert await publisher.publish(V1, weights(1)) == 1
+        assert await publisher.publish(V1, pack(weights(1))) == 1
         await publisher.confirm()
     assert holds(a, 1)
 
@@ -231,11 +232,11 @@ async def test_engine_that_dies_between_publishes_is_left_out_of_the_next_group(
     engines, board, publisher
 ):
     a, _ = await engines.start("a"), await engines.start("b")
-    await publisher.publish(V1, weights(1))
+    await publisher.publish(V1, pack(weights(1)))
     await publisher.confirm()
     await engines.stop("b")
     async with within(TIMEOUT_S):
-        assert await publisher.publish(V2, weights(2)) == 1
+        assert await publisher.publish(V2, pack(weights(2))) == 1
         await publisher.confirm()
     assert holds(a, 2)
     assert (await board.latest_announcement()).group_number == 2
@@ -246,17 +247,17 @@ class StuckPolicy(TorchPolicy):
 
     num_stuck = 0
 
-    async def stage(self, manifest, timeout_s):
+    async def stage(self, delivery):
         if self.num_stuck == 0:
             self.num_stuck = 1
             await asyncio.sleep(60)
-        return await super().stage(manifest, timeout_s)
+        return await super().stage(delivery)
 
 
 async def test_engine_that_is_stuck_once_is_sent_to_again_in_a_new_group(engines, board, publisher):
     a, b = await engines.start("a"), await engines.start("b", StuckPolicy)
     async with within(3 * TIMEOUT_S):
-        assert await publisher.publish(V1, weights(1)) == 2
+        assert await publisher.publish(V1, pack(weights(1))) == 2
         assert (await publisher.confirm()).evicted == {}
     assert holds(a, 1)
     assert holds(b, 1)
@@ -274,7 +275,7 @@ class SlowPolicy(TorchPolicy):
 async def test_engine_that_does_not_commit_in_time_is_evicted_for_good(engines, board, publisher):
     a, b = await engines.start("a"), await engines.start("b", SlowPolicy)
     async with within(2 * TIMEOUT_S):
-        assert await publisher.publish(V1, weights(1)) == 2
+        assert await publisher.publish(V1, pack(weights(1))) == 2
         published = await publisher.confirm()
     assert list(published.evicted) == ["b"]
     assert "within 1.5 s" in published.evicted["b"]
@@ -297,7 +298,7 @@ async def test_engine_that_cannot_join_ends_the_publish_with_its_reason(engines,
         with pytest.raises(TransferError, match=r"not published: .*b: .*no route to host"):
             # Where its heartbeat is late it is off the board, and a publish goes on without it.
             for version in range(1, 6):
-                await publisher.publish(PolicyVersion(version), weights(version))
+                await publisher.publish(PolicyVersion(version), pack(weights(version)))
                 await publisher.confirm()
                 await asyncio.sleep(3 * HEARTBEAT_S)
 
@@ -312,13 +313,13 @@ class ForgetfulPolicy(TorchPolicy):
 
 async def test_engine_that_uses_other_weights_leaves_the_board_for_good(engines, board, publisher):
     a, _ = await engines.start("a"), await engines.start("b", ForgetfulPolicy)
-    await publisher.publish(V1, weights(1))
+    await publisher.publish(V1, pack(weights(1)))
     published = await publisher.confirm()
     assert list(published.evicted) == ["b"]
     assert "checksum 0000000000000000 is in use" in published.evicted["b"]
     await asyncio.sleep(3 * HEARTBEAT_S)
     assert [engine.engine_id for engine in await board.engines()] == ["a"]
-    assert await publisher.publish(V2, weights(2)) == 1
+    assert await publisher.publish(V2, pack(weights(2))) == 1
     await publisher.confirm()
     assert holds(a, 2)
 

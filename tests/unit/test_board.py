@@ -53,7 +53,9 @@ async def run_board(url: str, run: str) -> AsyncIterator[RunBoard]:
 
 
 def engine(engine_id: str, version: int) -> EngineRecord:
-    return EngineRecord(engine_id=engine_id, num_ranks=1, version=version, address="here")
+    return EngineRecord(
+        engine_id=engine_id, num_ranks=1, dtype="float32", gpus=[], version=version, address="here"
+    )
 
 
 def announcement(publish_id: int) -> Announcement:
@@ -64,9 +66,11 @@ def announcement(publish_id: int) -> Announcement:
         new_group=True,
         host="127.0.0.1",
         port=1234,
+        transport="gloo",
         world_size=3,
         rank_offsets={"a": 1, "b": 2},
         manifest=[TensorSpec(name="w", dtype="float32", shape=[2, 3])],
+        chunk_bytes=64,
         checksum="0f",
         deadline_s=5.0,
     )

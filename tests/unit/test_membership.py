@@ -10,12 +10,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import pytest
 
 from leeway.actors.membership import Membership
 from leeway.actors.weight_receiver import (
     Committed,
+    Delivery,
     Rendezvous,
     StagingArea,
     check_manifest,
@@ -26,6 +28,7 @@ from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 
 HEARTBEAT_S, DEADLINE_S, AMPLE_S = 0.2, 0.6, 5.0
+NOTHING = Delivery(manifest=[], chunk_bytes=64, timeout_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,9 @@ class FakePolicy:
         fault = self.faults.get(name)
         return await fault() if fault else None
 
+    num_ranks, dtype = 1, "float32"
+    gpus: ClassVar[list[str]] = []
+
     async def version(self) -> PolicyVersion:
         return self.held
 
@@ -63,7 +69,7 @@ class FakePolicy:
     async def join(self, rendezvous: Rendezvous) -> None:
         await self._call(f"join {rendezvous.rank_offset} of {rendezvous.world_size}")
 
-    async def stage(self, manifest: list[TensorSpec], timeout_s: float) -> float:
+    async def stage(self, delivery: Delivery) -> float:
         await self._call("stage")
         return 0.0
 
@@ -95,9 +101,11 @@ def announcement(publish_id: int, group_number: int = 1, new_group: bool = True)
         new_group=new_group,
         host="127.0.0.1",
         port=1,
+        transport="gloo",
         world_size=3,
         rank_offsets={"a": 1, "b": 2},
         manifest=[TensorSpec(name="w", dtype="float32", shape=[2])],
+        chunk_bytes=64,
         checksum="0f",
         deadline_s=DEADLINE_S,
     )
@@ -322,20 +330,27 @@ def wait_idle(staging: StagingArea) -> str:
 
 def nobody(timeout_s: float) -> Rendezvous:
     """Nobody listens on port 1."""
-    return Rendezvous(host="127.0.0.1", port=1, rank_offset=1, world_size=2, timeout_s=timeout_s)
+    return Rendezvous(
+        host="127.0.0.1",
+        port=1,
+        rank_offset=1,
+        world_size=2,
+        transport="gloo",
+        timeout_s=timeout_s,
+    )
 
 
 def test_staging_is_empty_until_something_was_received():
     staging = StagingArea(pytest.importorskip("torch").device("cpu"))
     assert staging.state() == "idle"
-    for use in (staging.take, lambda: staging.check("0f")):
-        with pytest.raises(TransferError, match="nothing is staged"):
+    for use in (staging.views, lambda: staging.check("0f")):
+        with pytest.raises(TransferError, match="nothing was received"):
             use()
 
 
 def test_receiving_without_a_group_is_said():
     staging = StagingArea(pytest.importorskip("torch").device("cpu"))
-    staging.start_receive([])
+    staging.start_receive(NOTHING)
     assert wait_idle(staging) == "could not receive weights: no transfer group was joined"
 
 
@@ -343,7 +358,7 @@ def test_thread_that_was_abandoned_does_not_disturb_the_next_transfer():
     staging = StagingArea(pytest.importorskip("torch").device("cpu"))
     staging.start_join(nobody(0.3))
     with pytest.raises(TransferError, match="the transfer before it is still running"):
-        staging.start_receive([])
+        staging.start_receive(NOTHING)
     staging.abandon()
     assert staging.state() == "idle"
     staging.start_join(nobody(1.0))

@@ -19,11 +19,12 @@ from leeway.learner.weights import publisher as module
 from leeway.learner.weights.publisher import Publisher, error_summary
 from leeway.replay.board import Announcement, EngineRecord, EngineReport, PolicyBoard
 from leeway.replay.errors import TransferError
+from leeway.replay.flat_weights import pack
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 
 TIMEOUT_S = 1.0
-WEIGHTS = {"w": torch.tensor([1.0, 2.0])}
+WEIGHTS = pack({"w": torch.tensor([1.0, 2.0])})
 V1, V2, V3 = PolicyVersion(1), PolicyVersion(2), PolicyVersion(3)
 
 
@@ -49,7 +50,8 @@ class Wire:
         self.num_sent = 0
         monkeypatch.setattr(module.transfer, "build_store", lambda *_: SimpleNamespace(port=1234))
         monkeypatch.setattr(module.transfer, "build_group", self._build_group)
-        monkeypatch.setattr(module.transfer, "send", self._send)
+        monkeypatch.setattr(module.transfer, "broadcast", self._send)
+        monkeypatch.setattr(module.transfer, "drop", lambda _: None)
 
     def _build_group(self, *_: object) -> object:
         self.num_groups += 1
@@ -82,11 +84,14 @@ class Engine:
         self.engine_id = engine_id
         self.says = list(says) or ["ready joined committed"]
         self.num_ranks = num_ranks
+        self.dtype = "float32"
         self.checksum: str | None = None
         self.seen: list[Announcement] = []
 
     async def beat(self, ttl_s: float = 60.0) -> None:
-        await self.board.heartbeat(EngineRecord(self.engine_id, self.num_ranks, 0, "here"), ttl_s)
+        await self.board.heartbeat(
+            EngineRecord(self.engine_id, self.num_ranks, self.dtype, [], 0, "here"), ttl_s
+        )
 
     async def run(self) -> None:
         last = 0
@@ -156,7 +161,45 @@ async def test_announcement_lists_ranks_manifest_and_checksum(board, publisher):
     assert announcement.rank_offsets == {"a": 1, "b": 3}
     assert (announcement.world_size, announcement.version) == (4, 1)
     assert [(t.name, t.shape) for t in announcement.manifest] == [("w", [2])]
-    assert announcement.checksum == module.transfer.checksum(WEIGHTS)
+    assert announcement.checksum == WEIGHTS.checksum
+
+
+@pytest.mark.parametrize(
+    ("own", "engines", "transport"),
+    [
+        ("g0", [["g1"], ["g2", "g3"]], "nccl"),
+        # NCCL refuses two ranks on one GPU, and has nothing for a CPU.
+        ("g0", [["g0"]], "gloo"),
+        ("g0", [["g1"], ["g1"]], "gloo"),
+        ("g0", [["g1"], []], "gloo"),
+        (None, [[]], "gloo"),
+    ],
+)
+async def test_weights_travel_by_nccl_between_gpus_that_are_all_different(
+    board, wire, monkeypatch, own, engines, transport
+):
+    monkeypatch.setattr(module.transfer, "gpu_uuid", lambda _: own)
+    records = [
+        EngineRecord(f"e{i}", max(1, len(gpus)), "bfloat16", gpus, 0, "here")
+        for i, gpus in enumerate(engines)
+    ]
+    assert module._transport(torch.device("cpu"), records) == transport
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (["bfloat16", "bfloat16"], torch.bfloat16),
+        (["bfloat16", "float32"], torch.float32),
+        ([], torch.float32),
+    ],
+)
+async def test_floats_travel_in_the_dtype_that_all_engines_have(board, publisher, dtypes, expected):
+    for place, dtype in enumerate(dtypes):
+        engine = Engine(board, f"e{place}")
+        engine.dtype = dtype
+        await engine.beat()
+    assert await publisher.wire_dtype() == expected
 
 
 async def test_group_is_kept_while_the_members_are_the_same(board, publisher, wire):
@@ -307,7 +350,7 @@ async def test_engine_with_another_checksum_is_evicted(board, publisher):
     async with living(a, b):
         await publisher.publish(V1, WEIGHTS)
         published = await publisher.confirm()
-        assert published.evicted == {"b": f"checksum 0f, sent {module.transfer.checksum(WEIGHTS)}"}
+        assert published.evicted == {"b": f"checksum 0f, sent {WEIGHTS.checksum}"}
         assert [engine.engine_id for engine in await board.engines()] == ["a"]
         await publisher.publish(V2, WEIGHTS)
     assert [n.group_number for n in a.seen] == [1, 2]

@@ -1,0 +1,275 @@
+"""In each worker process of a vLLM engine: receiving weights, and taking them into use.
+
+vLLM makes `WorkerExtension` part of its worker class; the replica calls its methods.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from leeway.actors.copy_plan import CopyPlan
+from leeway.actors.weight_receiver import Delivery, Rendezvous, StagingArea
+from leeway.replay.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+VERIFY_TURNS = 16
+"""After each publish one in so many tensors is compared. To look at all would take the interpreter
+from the engine for longer than the publish itself."""
+SWITCH_S = 0.0005
+"""A thread of the engine's process may keep the interpreter for so long while the engine wants it;
+Python's own 5 ms, several times a step, would be felt."""
+
+
+class WorkerExtension:
+    """Calls that the replica makes in every worker, between two steps of the engine."""
+
+    device: torch.device
+    rank: int
+    model_runner: Any
+    vllm_config: Any
+
+    @property
+    def _weights(self) -> EngineWeights:
+        found: EngineWeights | None = self.__dict__.get("_leeway_weights")
+        if found is None:
+            model = self.model_runner.get_model()
+            found = EngineWeights(model, self.vllm_config, self.device, self.rank)
+            self.__dict__["_leeway_weights"] = found
+        return found
+
+    def leeway_join(self, rendezvous: dict[str, object]) -> None:
+        """Begin to join a transfer group."""
+        self._weights.join(Rendezvous.from_dict(rendezvous))
+
+    def leeway_receive(self, delivery: dict[str, object], staged: bool) -> None:
+        """Begin to receive a version: into staging, or into place while the engine stands still."""
+        self._weights.receive(Delivery.from_dict(delivery), staged)
+
+    def leeway_transfer_state(self) -> str:
+        """`busy`, `idle`, or what went wrong."""
+        return self._weights.staging.state()
+
+    def leeway_check(self, checksum: str) -> str | None:
+        """What is wrong with the received weights, None if nothing is."""
+        try:
+            self._weights.staging.check(checksum)
+        except TransferError as error:
+            return str(error)
+        return None
+
+    def leeway_commit(self, version: str) -> dict[str, Any]:
+        """Take what was received into use; the engine stands still."""
+        began = time.monotonic()
+        how = self._weights.commit()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        copy_s = time.monotonic() - began
+        log.info("version %s: %s in %.1f ms", version, how, 1e3 * copy_s)
+        return {"copy_s": copy_s, "wire_s": self._weights.staging.wire_s}
+
+    def leeway_verify(self) -> None:
+        """Begin to compare what is in use with what was received."""
+        self._weights.verify()
+
+    def leeway_abandon(self) -> None:
+        """Drop a transfer that failed."""
+        self._weights.staging.abandon()
+
+
+class EngineWeights:
+    """The weights of one worker's model and the way new ones get there.
+
+    `CopyPlan`, where it is proved: a copy on the device. Else, and at first, the engine's own
+    reload, layer by layer.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rank: int
+    ) -> None:
+        self.staging = StagingArea(device)
+        self._model: Any = model
+        self._model_config = vllm_config.model_config
+        self._is_whole = vllm_config.parallel_config.world_size == 1
+        self._device = device
+        self._rank = rank
+        # CPU builds pack linear layers and keep them where no copy reaches.
+        self._may_copy = device.type != "cpu"
+        self._is_proved = False
+        self._plan: CopyPlan | None = None
+        self._planned_for = 0
+        """Address of the staging buffer that the plan reads from."""
+        self._in_place = False
+        self._turn = 0
+        sys.setswitchinterval(SWITCH_S)
+        # It warns at each reload about layers without weights of their own, such as a tied head;
+        # what was not loaded shows in check_in_use.
+        reload_log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        reload_log.setLevel(logging.ERROR)
+        # The process ends fast: looking for garbage in all it ever loaded would take 2 s more.
+        atexit.register(gc.freeze)
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Begin to join a transfer group."""
+        self.staging.start_join(rendezvous, rank_in_engine=self._rank)
+
+    def receive(self, delivery: Delivery, staged: bool) -> None:
+        """Begin to receive a version."""
+        self._in_place = not staged
+        if staged:
+            self.staging.start_receive(delivery, then=self._make_plan)
+        else:
+            self.staging.start_receive(delivery, in_place=_InPlaceReload(self))
+
+    def _make_plan(self, received: Mapping[str, torch.Tensor]) -> None:
+        """On the receiving thread: so long as buffer and plan belong together nothing is done."""
+        address = next(iter(received.values())).data_ptr() if received else 0
+        if not self._may_copy or (self._plan is not None and address == self._planned_for):
+            return
+        self._plan = CopyPlan.trace(self._model, self._model.load_weights, received)
+        self._planned_for = address
+        if self._plan is None:
+            self._may_copy = False
+            log.warning("this engine's loader does more than copy: weights are reloaded in a pause")
+
+    def commit(self) -> str:
+        """Take what was received into use. Says how."""
+        if self._in_place:
+            return "received in place"
+        if self._plan is None or not self._may_copy:
+            self._reload()
+            return "reloaded"
+        if self._is_proved:
+            self._plan.copy()
+            return "copied"
+        outcome = self._plan.prove(self._model, self._reload)
+        self._is_proved, self._may_copy = outcome is True, outcome is not False
+        if outcome is False:
+            log.warning("this engine changes weights as it loads them: they are always reloaded")
+        return "reloaded, and the copy proved" if outcome else "reloaded"
+
+    def _reload(self) -> None:
+        received = self.staging.views()
+        initialize_layerwise_reload(self._model)
+        self._model.load_weights(iter(received.items()))
+        self.finish_reload()
+        if self._is_whole:
+            check_in_use(self._model, received)
+
+    def begin_reload(self) -> None:
+        """The engine's own way, in pieces."""
+        initialize_layerwise_reload(self._model)
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A piece. It is copied: the engine keeps tensors until it has all of a layer."""
+        self._model.load_weights(iter([(n, t.clone()) for n, t in tensors.items()]))
+
+    def finish_reload(self) -> None:
+        """Behind the last piece."""
+        finalize_layerwise_reload(self._model, self._model_config)
+        _rebind_tied_head(self._model, self._device)
+
+    def verify(self) -> None:
+        """Begin to compare, on a thread, part of what was copied with what was received."""
+        plan, turn = self._plan, self._turn
+        if not self._is_proved or plan is None or self._in_place:
+            return  # a reload has checked it already
+
+        def compare() -> None:
+            if plan.differs(turn, VERIFY_TURNS):
+                raise TransferError("the engine does not hold the weights that were sent")
+
+        self._turn = (turn + 1) % VERIFY_TURNS
+        self.staging.start("take the weights into use", compare, lambda _: None)
+
+
+class _InPlaceReload:
+    """The engine's own reload, fed as the weights come."""
+
+    def __init__(self, weights: EngineWeights) -> None:
+        self._weights = weights
+
+    def begin(self) -> None:
+        """See InPlace."""
+        self._weights.begin_reload()
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See InPlace."""
+        self._weights.load(tensors)
+
+    def end(self) -> None:
+        """See InPlace."""
+        self._weights.finish_reload()
+
+
+def _rebind_tied_head(model: Any, device: torch.device) -> None:
+    # CPU builds pack lm_head into a closure; with tied embeddings a reload leaves the old packed
+    # copy in use, and log-probs are off by 10 with no error.
+    head = getattr(model, "lm_head", None)
+    if device.type != "cpu" or head is None or not model.config.tie_word_embeddings:
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    head.weight = model.model.embed_tokens.weight
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def check_in_use(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> None:
+    """Raise TransferError unless what the engine will compute with is what was staged.
+
+    Plain weights are compared bit for bit. CPU builds keep packed weights inside closures that
+    cannot be read back, so those are probed: their output for a fixed input must equal the staged
+    weights'.
+    """
+    packed = getattr(model, "packed_modules_mapping", {})
+    unseen = set(staged)
+    for path, module in model.named_modules():
+        expected, names = _expected_weight(path, packed, staged)
+        if expected is None:
+            continue
+        unseen -= names
+        if not _uses(module, expected):
+            raise TransferError(f"{path} does not use the weights that were sent for it")
+    left = {name for name in unseen if name.endswith(".weight")}
+    if left:
+        raise TransferError(f"the engine has no place for {sorted(left)[0]}")
+
+
+def _expected_weight(
+    path: str, packed: Mapping[str, list[str]], staged: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor | None, set[str]]:
+    parent, _, leaf = path.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    names = [f"{prefix}{part}.weight" for part in packed.get(leaf, [leaf])]
+    if path == "lm_head" and names[0] not in staged:
+        names = ["model.embed_tokens.weight"]
+    if not all(name in staged for name in names):
+        return None, set()
+    return torch.cat([staged[name] for name in names]), set(names)
+
+
+def _uses(module: torch.nn.Module, expected: torch.Tensor) -> bool:
+    cpu_linear = getattr(module, "cpu_linear", None)
+    weight: Any = getattr(module, "weight", None)
+    if cpu_linear is not None:
+        generator = torch.Generator().manual_seed(expected.shape[0])
+        probe = torch.randn(4, expected.shape[1], generator=generator).to(expected.dtype)
+        got = cpu_linear(probe, weight, None)[:, : expected.shape[0]].float()
+        want = probe.float() @ expected.float().T
+        tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
+        return bool(((got - want).norm() <= tolerance * want.norm()).item())
+    if weight is None or weight.numel() < expected.numel():
+        return False
+    return torch.equal(weight[: expected.shape[0]], expected.to(weight.dtype))

@@ -1,0 +1,199 @@
+"""The whole loop, once in lockstep and once with rollouts and training apart, for the same work.
+
+Two runs of `leeway train` with the same model, questions, groups and turns; only
+`replay.max_staleness` differs: 0, where engine and learner take turns, and 4. Of each run the steps
+behind the first two are looked at. The time per trained token of one over that of the other is the
+speed-up; the share of that time in which the learner waited for groups is `learner_idle`, and the
+share in which the engine had at least one request is `engine_busy`. Each run's directory keeps a
+Chrome trace (timeline.json) that says why.
+
+On two GPUs the learner has one and vLLM the other, with 1.3 billion random weights; on CPUs they
+share the cores, with the bundled policy and the torch engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from leeway.actors.config import model_dir
+from leeway.services.bench.result import BenchResult
+
+WARM_STEPS: Final = 2
+RUN_TIMEOUT_S: Final = 900.0
+STALENESS: Final = {"synchronous": 0, "asynchronous": 4}
+FACTORY: Final = "leeway.services.bench.pipeline_environment:build"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much work a step is."""
+
+    num_steps: int
+    groups_per_step: int
+    turn_tokens: int
+    max_num_seqs: int
+    learner: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Course:
+    """One run, its first steps left out."""
+
+    num_tokens: int
+    wall_s: float
+    wait_s: float
+    train_s: float
+    publish_s: float
+    engine_busy: float
+    folder: Path
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens a second."""
+        return self.num_tokens / self.wall_s
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the learner waited for groups."""
+        return self.wait_s / self.wall_s
+
+
+def run(*, quick: bool, out: Path | None = None) -> BenchResult:
+    """Both runs, one after the other; their directories stay below `out`."""
+    is_cuda = torch.cuda.device_count() > 1
+    size = _size(quick, is_cuda)
+    folder = out or Path(tempfile.mkdtemp(prefix="leeway-pipeline-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    model = _model(folder, is_cuda)
+    courses = {
+        name: _play(folder / name, model, size, staleness, is_cuda)
+        for name, staleness in STALENESS.items()
+    }
+    columns = ("run", "tokens/s", "waiting", "training", "publishing", "engine busy", "timeline")
+    rows = tuple(_row(name, course) for name, course in courses.items())
+    apart, lockstep = courses["asynchronous"], courses["synchronous"]
+    return BenchResult(
+        "pipeline",
+        columns,
+        rows,
+        {
+            "speedup": apart.tokens_per_s / lockstep.tokens_per_s,
+            "learner_idle": apart.idle,
+            "engine_busy": apart.engine_busy,
+            "tokens_per_s": apart.tokens_per_s,
+            "synchronous_learner_idle": lockstep.idle,
+            "synchronous_engine_busy": lockstep.engine_busy,
+        },
+    )
+
+
+def _size(quick: bool, is_cuda: bool) -> Size:
+    if is_cuda:
+        learner = {"micro_batch_tokens": 16384, "precision": "bfloat16"}
+        return Size(8 if quick else 24, 32, 200, 256, learner)
+    learner = {"micro_batch_tokens": 2048, "num_threads": 1}
+    return Size(5 if quick else 14, 4, 24, 32, learner)
+
+
+def _model(folder: Path, is_cuda: bool) -> Path:
+    """The bundled policy, or its tokenizer with a large body of random weights."""
+    bundled = model_dir("bundled")
+    if not is_cuda:
+        return bundled
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = folder / "model"
+    shutil.copytree(bundled, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    known = json.loads((bundled / "config.json").read_text(encoding="utf-8"))
+    config = Qwen2Config(
+        vocab_size=known["vocab_size"],
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device("cuda"):
+        network: Any = Qwen2ForCausalLM(config)
+        network.to(torch.bfloat16).save_pretrained(model)
+    torch.cuda.empty_cache()
+    return model
+
+
+def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) -> Course:
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "environment.factory": FACTORY,
+        "policy.backend": "vllm" if is_cuda else "torch",
+        "policy.max_num_seqs": size.max_num_seqs,
+        "policy.max_model_len": 2048 if is_cuda else 512,
+        "policy.start_timeout_s": 600,
+        "search.max_turns": 3,
+        "search.max_turn_tokens": size.turn_tokens,
+        "rollout.group_size": 8,
+        "rollout.max_groups_in_flight": size.max_num_seqs // 8,
+        "replay.groups_per_step": size.groups_per_step,
+        "replay.max_staleness": staleness,
+        "learner.objective": "so-grpo",
+        "learner.num_steps": size.num_steps,
+        "learner.checkpoint_every": 10_000,
+        "eval.num_questions": 0,
+        **{f"learner.{name}": value for name, value in size.learner.items()},
+    }
+    overrides = [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
+    folder.mkdir()
+    command = [sys.executable, "-m", "leeway.services.cli", "train", *overrides]
+    log = folder / "bench.log"
+    with log.open("wb") as sink:
+        ended = subprocess.run(
+            command, cwd=folder, stdout=sink, stderr=sink, timeout=RUN_TIMEOUT_S, env=os.environ
+        )
+    if ended.returncode != 0:
+        raise RuntimeError(f"leeway train ended with {ended.returncode}; its log is {log}")
+    [directory] = (folder / "runs").iterdir()
+    return course_of(directory)
+
+
+def course_of(directory: Path) -> Course:
+    """From a run's metrics.jsonl, from the end of step WARM_STEPS on."""
+    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    start, rest = lines[WARM_STEPS - 1], lines[WARM_STEPS:]
+
+    def total(name: str) -> float:
+        return sum(line[name] for line in rest)
+
+    up_s = rest[-1]["engine_up_s"] - start["engine_up_s"]
+    return Course(
+        num_tokens=int(total("num_tokens_trained")),
+        wall_s=rest[-1]["time"] - start["time"],
+        wait_s=total("wait_s"),
+        train_s=total("seconds"),
+        publish_s=total("publish_s") + total("confirm_s"),
+        engine_busy=(rest[-1]["engine_busy_s"] - start["engine_busy_s"]) / up_s,
+        folder=directory,
+    )
+
+
+def _row(name: str, course: Course) -> tuple[str, ...]:
+    shares = (course.wait_s, course.train_s, course.publish_s)
+    return (
+        name,
+        f"{course.tokens_per_s:.0f}",
+        *(f"{100 * share / course.wall_s:.1f} %" for share in shares),
+        f"{100 * course.engine_busy:.1f} %",
+        str(course.folder / "timeline.json"),
+    )

@@ -1,0 +1,228 @@
+"""What a vLLM engine does beyond the contract: weights in place, versions counted by the wrapper.
+
+The engine is the one of the publish contract; each rule puts back what it changes in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from leeway.actors.config import PolicyConfig
+from leeway.actors.failures import EngineError
+from leeway.actors.policy import CompletionRequest
+from leeway.actors.weight_receiver import Delivery
+from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.schema import PolicyVersion
+from tests.contract.test_publish_contract import LONG_TOKENS, TOLERANCE, gap, prompt
+
+if TYPE_CHECKING:
+    from tests.contract.conftest import Receiver
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+DELIVERY = Delivery(manifest=[], chunk_bytes=64, timeout_s=1.0)
+
+
+async def test_weights_received_in_place_are_in_use_and_the_pause_covers_their_transfer(
+    vllm_receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+):
+    a, b = vllm_receiver.models
+    ids = prompt(vllm_receiver)
+    await vllm_receiver.publish(a.weights())
+    monkeypatch.setattr(vllm_receiver.policy, "_stages", False)
+    running = asyncio.create_task(vllm_receiver.complete(ids, LONG_TOKENS))
+    await asyncio.sleep(0.1)
+    published = await vllm_receiver.publish(b.weights())
+    completion = await running
+    assert len(completion.token_ids) == LONG_TOKENS
+    assert completion.versions == sorted(completion.versions)
+    assert gap(b, ids, await vllm_receiver.complete(ids, 16)) < TOLERANCE
+    assert published.pause_s[0] > published.wire_s > 0
+
+
+class BothVersions:
+    """Asks the engine, counts too, and wants both to agree."""
+
+    def __init__(self, reported: Any, counted: Any) -> None:
+        self._reported, self._counted = reported, counted
+        self.num_compared = 0
+
+    async def set(self, version: int) -> None:
+        await self._counted.set(version)
+        await self._reported.set(version)
+
+    def of(self, request_id: str, output: Any) -> list[int]:
+        reported = self._reported.of(request_id, output)
+        counted = self._counted.of(request_id, output)
+        assert counted[: len(output.token_ids)] == reported[: len(output.token_ids)]
+        self.num_compared += len(set(reported)) > 1
+        return reported
+
+    def forget(self, request_id: str) -> None:
+        self._counted.forget(request_id)
+
+
+async def test_versions_counted_as_tokens_come_are_those_the_engine_reports(
+    vllm_receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+):
+    from leeway.actors.vllm_versions import CountedVersions
+
+    policy = vllm_receiver.policy
+    engine = policy.engine
+    # The wrapper hooks into both; they are put back behind the test.
+    monkeypatch.setattr(engine.engine_core, "get_output_async", engine.engine_core.get_output_async)
+    monkeypatch.setattr(
+        engine.output_processor, "process_outputs", engine.output_processor.process_outputs
+    )
+    both = BothVersions(policy._versions, CountedVersions(engine, await policy.version()))
+    monkeypatch.setattr(policy, "_versions", both)
+    for model in (*vllm_receiver.models, *vllm_receiver.models):
+        running = [
+            asyncio.create_task(
+                vllm_receiver.complete(prompt(vllm_receiver, f"{i}?"), 60 * (i + 1))
+            )
+            for i in range(8)
+        ]
+        await asyncio.sleep(0.15)
+        await vllm_receiver.publish(model.weights())
+        for completion in await asyncio.gather(*running):
+            assert completion.versions == sorted(completion.versions)
+    assert both.num_compared > 0, "no request was under way during a publish"
+
+
+# --- what goes wrong, on an engine that only writes down what it is asked ------------------------
+
+
+class FakeEngine:
+    """vLLM's front end as VllmPolicy sees it. `faults` maps a call's name to its error."""
+
+    def __init__(self, **faults: Exception | str) -> None:
+        self.calls: list[str] = []
+        self.faults = faults
+        self.engine_core = self
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        fault = self.faults.get(name)
+        if isinstance(fault, Exception):
+            raise fault
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[Any]:
+        name = method.removeprefix("leeway_")
+        if name == "transfer_state":
+            return [self.faults.get("transfer_state", "idle")]
+        self._note(name)
+        if name == "check":
+            return [self.faults.get("problem")]
+        return [{"copy_s": 0.0, "wire_s": 0.0}]
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self._note("pause")
+
+    async def resume_generation(self) -> None:
+        self._note("resume")
+
+    async def check_health(self) -> None:
+        self._note("health")
+
+
+class FakeVersions:
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    async def set(self, version: int) -> None:
+        self._engine.calls.append(f"version {version}")
+
+
+def build(tmp_path: Any, staging: str, **faults: Exception | str) -> tuple[Any, FakeEngine]:
+    from leeway.actors.vllm_policy import VllmPolicy
+
+    engine: Any = FakeEngine(**faults)
+    config = PolicyConfig.model_validate({"staging": staging})
+    versions: Any = FakeVersions(engine)
+    return VllmPolicy(engine, tmp_path, config, versions, PolicyVersion(3)), engine
+
+
+async def test_staged_weights_are_checked_before_the_pause_and_verified_behind_it(tmp_path):
+    policy, engine = build(tmp_path, "always")
+    await policy.stage(DELIVERY)
+    await policy.commit(PolicyVersion(4), "0f")
+    assert engine.calls == [
+        *("receive", "check", "pause", "commit", "version 4", "resume", "verify")
+    ]
+    assert await policy.version() == 4
+
+
+async def test_in_place_the_pause_comes_before_the_weights(tmp_path):
+    policy, engine = build(tmp_path, "never")
+    await policy.stage(DELIVERY)
+    await policy.commit(PolicyVersion(4), "0f")
+    assert engine.calls == [
+        *("pause", "receive", "check", "commit", "version 4", "resume", "verify")
+    ]
+
+
+async def test_wrong_checksum_of_staged_weights_leaves_the_engine_in_use(tmp_path):
+    policy, engine = build(tmp_path, "always", problem="checksum 1e was received")
+    with pytest.raises(ChecksumMismatch):
+        await policy.commit(PolicyVersion(4), "0f")
+    assert engine.calls == ["check", "abandon"]
+    await policy.check()
+    assert await policy.version() == 3
+
+
+@pytest.mark.parametrize(
+    ("faults", "calls"),
+    [
+        ({"problem": "checksum 1e"}, ["pause", "receive", "check", "resume"]),
+        ({"transfer_state": "could not receive"}, ["pause", "receive", "resume"]),
+    ],
+)
+async def test_what_fails_in_place_breaks_the_engine(tmp_path, faults, calls):
+    policy, engine = build(tmp_path, "never", **faults)
+    with pytest.raises(TransferError):
+        await policy.stage(DELIVERY)
+        await policy.commit(PolicyVersion(4), "0f")
+    assert engine.calls == calls
+    with pytest.raises(EngineError, match="its weights are of no version"):
+        await policy.check()
+
+
+@pytest.mark.parametrize("fault", ["commit", "verify"])
+async def test_commit_that_fails_breaks_the_engine_and_ends_the_pause(tmp_path, fault):
+    policy, engine = build(tmp_path, "always", **{fault: RuntimeError("out of memory")})
+    await policy.stage(DELIVERY)
+    with pytest.raises(RuntimeError):
+        await policy.commit(PolicyVersion(4), "0f")
+    assert engine.calls.count("resume") == 1
+    with pytest.raises(EngineError, match="version 4 was not taken into use: out of memory"):
+        await policy.check()
+    request = CompletionRequest(request_id="r", prompt_ids=[1], max_tokens=2)
+    final = type("Output", (), {"logprobs": [], "token_ids": []})()
+    with pytest.raises(EngineError, match="out of memory"):
+        policy._completion(request.request_id, final)
+
+
+# --- whether a version is staged ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("billions", "staging", "staged"),
+    [(7, "auto", True), (32, "auto", False), (32, "always", True), (1, "never", False)],
+)
+async def test_memory_decides_whether_a_version_is_staged(monkeypatch, billions, staging, staged):
+    # 85 % of 80 GB are 68, of which weights and staging may have 60 %, 40.8: 7B in bfloat16 are
+    # twice 14 GB, 32B twice 64.
+    from leeway.actors import vllm_policy
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    platform = type("Platform", (), {"get_device_total_memory": staticmethod(lambda: 80 * 10**9)})
+    monkeypatch.setattr(vllm_policy, "current_platform", platform)
+    config = PolicyConfig.model_validate({"staging": staging})
+    assert vllm_policy.stages(config, {"w": [billions, 10**9]}) is staged
