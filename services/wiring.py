@@ -1,4 +1,4 @@
-"""From a RunConfig to the pieces of each process. The only file of services that imports ray."""
+"""From a RunConfig to what the Serve applications are made of, and the Ray that they run in."""
 
 from __future__ import annotations
 
@@ -8,38 +8,26 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leeway.actors.config import model_dir
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory
+from leeway.services.processes.guardian import guarded
 
 if TYPE_CHECKING:
     from leeway.actors.serve_app import ActorSpec
 
 
-def starting_point(run: RunDirectory, config: RunConfig) -> tuple[Path, int]:
-    """The model directory to start from and its version: the last checkpoint, else the base."""
-    from leeway.learner.checkpoint import latest
-
-    checkpoint = latest(run.checkpoints)
-    if checkpoint is None:
-        return model_dir(config.model), 0
-    return checkpoint.path, checkpoint.version
-
-
-def actor_spec(
-    run: RunDirectory, config: RunConfig, redis_url: str, model: Path, version: int
-) -> ActorSpec:
+def actor_spec(run: RunDirectory, config: RunConfig, redis_url: str) -> ActorSpec:
     """What the Serve applications need to know."""
     from leeway.actors.serve_app import ActorSpec
 
     return ActorSpec(
         run=run.root.name,
         redis_url=redis_url,
-        model=str(model),
-        model_version=version,
+        model=str(model_dir(config.model)),
+        checkpoints=str(run.checkpoints),
         seed=config.seed,
         policy=config.policy,
         environment=config.environment,
@@ -48,12 +36,14 @@ def actor_spec(
         data=config.data,
         rollout=config.rollout,
         replay=config.replay,
+        tracing=config.tracing,
     )
 
 
 @contextmanager
-def local_ray() -> Iterator[None]:
-    """A Ray of this machine alone, in a temporary folder that goes with it.
+def started_ray(metrics_port: int = 0) -> Iterator[None]:
+    """A Ray of this machine alone, in a temporary folder that goes with it. It exports its metrics
+    at `metrics_port`; 0 takes a free one.
 
     RAY_ADDRESS, where it is set, joins that cluster instead and ends nothing there.
     """
@@ -66,6 +56,13 @@ def local_ray() -> Iterator[None]:
         finally:
             ray.shutdown()
         return
+    with guarded():
+        yield from _local_ray(metrics_port)
+
+
+def _local_ray(metrics_port: int) -> Iterator[None]:
+    import ray
+
     # Sockets live below this folder and their paths may have 107 characters: keep it short.
     folder = tempfile.mkdtemp(prefix="r-")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -78,6 +75,7 @@ def local_ray() -> Iterator[None]:
             log_to_driver=True,
             logging_level=logging.WARNING,
             _temp_dir=folder,
+            _metrics_export_port=metrics_port or None,
         )
         yield
     finally:

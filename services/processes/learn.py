@@ -1,35 +1,96 @@
-"""The learner process, one rank of it. torchrun starts it:
+"""The learner of a run on this machine: `leeway learn FILE --run-dir DIR`.
 
-python -m torch.distributed.run --nproc-per-node N -m leeway.services.processes.learn RUN_DIR
+One rank runs in this process. Several are started by torchrun, which runs the same command once
+for each; so are those of several machines, which meet where torchrun's own PET_NNODES,
+PET_RDZV_BACKEND, PET_RDZV_ENDPOINT and PET_RDZV_ID say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-import sys
+from pathlib import Path
+from typing import Final, Protocol
 
 from leeway.learner.errors import LearnerStopped
-from leeway.services.layout import open_run
+from leeway.replay.errors import LeewayError
+from leeway.services.config import RunConfig
+from leeway.services.layout import RunDirectory
+from leeway.services.processes.joining import redis_url_of, wait_for_redis
+
+log = logging.getLogger(__name__)
+
+GRACE_S: Final = 55.0
+"""How long ranks may take to end after SIGTERM: a step under way is finished and checkpointed."""
 
 
-def main() -> int:
-    """Exit code 0 when training ended or was asked to stop (a checkpoint is on disk then)."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    run = open_run(sys.argv[1])
-    config = run.read_config()
+def learn(config: RunConfig, run: RunDirectory, file: Path, *, stays: bool) -> int:
+    """Train from the last checkpoint in `run` to the end. Exit code 0 when training ended or was
+    asked to stop by SIGTERM or Ctrl-C, a checkpoint on disk; raises LeewayError when it failed.
+
+    `stays`: after the end it waits for SIGTERM.
+    """
+    url, stopping = redis_url_of(config), _Stopping()
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.learner.num_threads))
+    is_rank = "RANK" in os.environ
+    is_alone = config.learner.num_processes == 1 and os.environ.get("PET_NNODES", "1") == "1"
+    if not is_rank and not is_alone:
+        return _start_ranks(config, run, file, stays)
+    try:
+        return _run_rank(config, run, url, stays, stopping)
+    except LeewayError:
+        log.info("why, in full", exc_info=True)
+        raise
+
+
+def _run_rank(
+    config: RunConfig, run: RunDirectory, url: str, stays: bool, stopping: _Stopping
+) -> int:
+    asyncio.run(wait_for_redis(url, run.root.name))
     from leeway.services.learning import LearnerProcess
 
-    process = LearnerProcess(run, config, run.read_redis_url())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: process.stop())
+    process = LearnerProcess(run, config, url, stays=stays)
+    stopping.pass_on(process)
     try:
         asyncio.run(process.run())
     except LearnerStopped as stopped:
-        logging.getLogger(__name__).info("%s", stopped)
+        log.info("%s", stopped)
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class _Stoppable(Protocol):
+    def stop(self) -> None: ...
+
+
+class _Stopping:
+    """SIGTERM and SIGINT: before the model is loaded they end the process, since there is nothing
+    to save; later they ask the learner to stop."""
+
+    def __init__(self) -> None:
+        self._process: _Stoppable | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def pass_on(self, process: _Stoppable) -> None:
+        self._process = process
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._process is None:
+            log.info("stopped before training began")
+            raise SystemExit(0)
+        self._process.stop()
+
+
+def _start_ranks(config: RunConfig, run: RunDirectory, file: Path, stays: bool) -> int:
+    """This machine's ranks under torchrun, until all have ended."""
+    from leeway.services.processes.ranks import run_ranks
+
+    command = ["leeway.services.cli", "learn", str(file), "--run-dir", str(run.root)]
+    return run_ranks(
+        [*command, "--stay"] if stays else command,
+        num_processes=config.learner.num_processes,
+        is_alone=os.environ.get("PET_NNODES", "1") == "1",
+        grace_s=GRACE_S,
+    )

@@ -1,8 +1,8 @@
 """`leeway train`: every process of a run on one machine, watched until it ends.
 
     Redis     embedded, unless replay.url names one
-    serve     Ray and the Serve applications (policy, retriever, rollout workers)
-    learner   torchrun with learner.num_processes ranks
+    serve     `leeway serve`: Ray and the Serve applications (policy, retriever, rollout workers)
+    learner   `leeway learn`: learner.num_processes ranks; it writes the results
     API       in this process, on a thread
 
 They end in this order, and also when this process is told to stop: admission, learner (checkpoint),
@@ -13,7 +13,6 @@ leave a run that `--resume` goes on with.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -25,30 +24,32 @@ from typing import Any
 from rich.console import Console
 
 from leeway.replay.board import RunBoard
-from leeway.replay.errors import LeewayError, StoreUnavailable
+from leeway.replay.errors import LeewayError, StoreUnavailable, WaitTimeout
 from leeway.replay.server import EmbeddedRedis
 from leeway.replay.sharded_store import connect_replay
 from leeway.services import supervision
 from leeway.services.api.app import connect_app, serve_in_thread
-from leeway.services.config import RunConfig
-from leeway.services.layout import RunDirectory, RunState
+from leeway.services.api.auth import tokens_of
+from leeway.services.config import REDIS_URL, RunConfig
+from leeway.services.layout import LogName, RunDirectory, RunState
 from leeway.services.observability import Display, build_snapshot
-from leeway.services.results import finish
+from leeway.services.processes.devices import split_gpus, visible_gpus
+from leeway.services.processes.joining import run_section
+from leeway.services.records import Records
+from leeway.services.results import show_results
 from leeway.services.supervision import Child
 
 REFRESH_S = 1.0
 LEARNER_GRACE_S = 60.0
 """A step may be under way when the stop comes; it is finished and checkpointed."""
 SERVE_GRACE_S = 30.0
+RESULTS_S = 300.0
+"""How long the learner may take, after the last evaluation, to write model and report."""
 
 
 def run(config: RunConfig, run_dir: RunDirectory, *, json_output: bool, resume: bool) -> int:
     """Train to the end. Returns the exit code; raises LeewayError when something failed."""
     return asyncio.run(Training(config, run_dir, json_output).run(resume))
-
-
-class RunFailed(LeewayError):
-    """A part of the run reported that it cannot go on."""
 
 
 class Training:
@@ -67,8 +68,6 @@ class Training:
         self._redis: EmbeddedRedis | None = None
         self._children: dict[str, Child] = {}
         self._stop_api: Any = None
-        self._events_seen = ""
-        self._last_event: str | None = None
 
     async def run(self, resume: bool) -> int:
         """Start everything, watch it, end everything."""
@@ -83,7 +82,6 @@ class Training:
             try:
                 await self._start(url, resume)
                 await self._watch()
-                wall_s = time.time() - self._began
             finally:
                 await self._end()
         finally:
@@ -91,7 +89,7 @@ class Training:
         if self._stop.is_set():
             self._say_how_to_resume()
             return self._exit_code
-        finish(self._run, self._config, wall_s, self._console, self._json_output)
+        show_results(self._run, self._console, self._json_output)
         return 0
 
     def _listen_for_signals(self) -> None:
@@ -117,12 +115,10 @@ class Training:
         config, board = self._config, self._board
         await board.clear_stop()
         await board.set_phase("starting")
-        await board.put("run", self._run_section())
-        await board.put("failure", {"reason": None})
+        await board.put("run", run_section(config, self._run.root.name, self._began))
         await self._replay.pause_admission(False)
-        app = connect_app(
-            url, self._run.root.name, config.replay, {"objective": config.learner.objective}
-        )
+        tokens, are_new = tokens_of(self._run.root) if config.api.auth else (None, False)
+        app = connect_app(url, self._run.root, config, tokens)
         address, self._stop_api = serve_in_thread(app, config.api.host, config.api.port)
         # Engine and learner share the cores: a thread that waits must not spin.
         environment = {
@@ -133,46 +129,31 @@ class Training:
             "MALLOC_MMAP_THRESHOLD_": str(2**30),
             "MALLOC_TRIM_THRESHOLD_": str(2**31),
             "TMPDIR": self._scratch,
+            REDIS_URL: url,
         }
-        root = str(self._run.root)
-        self._children["serve"] = await supervision.start(
-            "serve", ["leeway.services.processes.serve", root], self._run.log("serve"), environment
+        devices = split_gpus(
+            visible_gpus(), config.learner.num_processes, config.policy.num_replicas
         )
-        learner = config.learner
-        torchrun = [
-            "torch.distributed.run",
-            f"--nproc-per-node={learner.num_processes}",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0",
-            "--max-restarts=0",
-            f"--shutdown-timeout={LEARNER_GRACE_S - 5:.0f}",
-            "--module",
-            "leeway.services.processes.learn",
-            root,
-        ]
-        self._children["learner"] = await supervision.start(
-            "learner",
-            torchrun,
-            self._run.log("learner"),
-            {**environment, "OMP_NUM_THREADS": str(learner.num_threads)},
-        )
+        commands: tuple[tuple[LogName, str], ...] = (("serve", "serve"), ("learner", "learn"))
+        for (name, command), own in zip(commands, devices, strict=True):
+            self._children[name] = await supervision.start(
+                name, self._command(command), self._run.log(name), {**environment, **own}
+            )
         self._write_state(address)
         verb = "resumed" if resume else "started"
         await board.append_event("run", f"{verb}; status at {address}/v1/status")
+        # The fragment never leaves the browser; it is shown once, and stays in the directory.
+        fragment = f"/#token={tokens.control}" if tokens is not None and are_new else "/"
         self._console.print(
-            f"run directory  {self._run.root}\nstatus         {address}/v1/status",
+            f"run directory  {self._run.root}\ndashboard      {address}{fragment}",
             soft_wrap=True,
             highlight=False,
         )
 
-    def _run_section(self) -> dict[str, Any]:
-        return {
-            "name": self._run.root.name,
-            "started_at": self._began,
-            "num_steps": self._config.learner.num_steps,
-            "bound": self._config.replay.max_staleness,
-            "objective": self._config.learner.objective,
-        }
+    def _command(self, name: str) -> list[str]:
+        """What anybody would type, with this run's own configuration."""
+        run = self._run
+        return ["leeway.services.cli", name, str(run.config), "--run-dir", str(run.root)]
 
     def _write_state(self, address: str) -> None:
         pids = {name: child.process.pid for name, child in self._children.items()}
@@ -200,8 +181,27 @@ class Training:
                     break
                 await self._check(ends)
                 await self._sleep(REFRESH_S)
+            if not self._stop.is_set():
+                await self._await_results(ends["learner"])
         for task in ends.values():
             task.cancel()
+
+    async def _await_results(self, learner: asyncio.Task[supervision.ChildDied]) -> None:
+        """The learner writes them when the run is done, and ends."""
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait(
+            {learner, stopped}, timeout=RESULTS_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        stopped.cancel()
+        if self._stop.is_set():
+            return
+        if not learner.done():
+            raise WaitTimeout(
+                f"the learner did not write the results within {RESULTS_S:g} s; "
+                f"its log is {self._run.log('learner')}"
+            )
+        if not self._run.summary.is_file():
+            raise learner.result()
 
     async def _check(self, ends: dict[str, asyncio.Task[supervision.ChildDied]]) -> None:
         for name, task in ends.items():
@@ -210,7 +210,7 @@ class Training:
                 raise task.result()
 
     async def _is_trained(self) -> bool:
-        return await self._board.phase() in ("evaluating-after", "done")
+        return await self._board.phase() == "done"
 
     def _check_redis(self) -> None:
         if self._redis is not None and not self._redis.is_running:
@@ -220,24 +220,12 @@ class Training:
 
     async def _refresh(self, display: Display) -> str:
         sections = await self._board.get_all()
-        if reason := sections.get("failure", {}).get("reason"):
-            raise RunFailed(f"rollouts cannot go on: {reason}")
         phase = await self._board.phase() or "starting"
         sections.setdefault("run", {})["phase"] = phase
-        last_event = await self._write_events()
+        events = await self._board.events(count=1)
+        last_event = events[-1].text if events else None
         display.update(build_snapshot(sections, await self._replay.stats(), last_event=last_event))
-        if "eval" in sections:
-            self._run.eval.write_text(json.dumps(sections["eval"], indent=1))
         return phase
-
-    async def _write_events(self) -> str | None:
-        """Copy new events to events.jsonl; returns the text of the last one."""
-        with self._run.events.open("a") as file:
-            for event in await self._board.events(self._events_seen, 100):
-                self._events_seen, self._last_event = event.event_id, event.text
-                line = {"time": event.time_s, "kind": event.kind, "text": event.text}
-                file.write(json.dumps(line) + "\n")
-        return self._last_event
 
     async def _sleep(self, seconds: float) -> None:
         try:
@@ -253,6 +241,8 @@ class Training:
         for name, grace_s in (("learner", LEARNER_GRACE_S), ("serve", SERVE_GRACE_S)):
             if name in self._children:
                 await self._children[name].stop(grace_s)
+        if self._redis is None or self._redis.is_running:
+            await self._quietly(Records(self._run, self._board).copy())
         if self._stop_api is not None:
             await asyncio.to_thread(self._stop_api)
         redis_pid = self._redis.pid if self._redis is not None else None

@@ -1,0 +1,193 @@
+"""`leeway learn`, `serve`, `api` and `rollout`: the processes of a run, started one by one.
+
+`leeway train` starts the first two itself, and the API beside them. Imports only what all commands
+share; the rest when one runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from leeway.services.arguments import AsJson, DryRun
+from leeway.services.completion import configuration_files, run_directories
+
+if TYPE_CHECKING:
+    from leeway.services.config import RunConfig
+    from leeway.services.layout import RunDirectory
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="TOML file, the same for every process of the run.",
+        autocompletion=configuration_files,
+    ),
+]
+RunDir = Annotated[
+    Path,
+    typer.Option(
+        "--run-dir",
+        metavar="DIR",
+        help="Run directory, made where it is missing; its last name is the run's.",
+        autocompletion=run_directories,
+    ),
+]
+PlanAsJson = Annotated[
+    bool, typer.Option("--json", help="With --dry-run: the configuration as one JSON line.")
+]
+LearnAsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="With --dry-run: the configuration as one JSON line; with --from: the result.",
+    ),
+]
+
+
+def learn(
+    file: File,
+    run_dir: RunDir,
+    archive: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="ARCHIVE",
+            help="Train on these groups instead of a run's; written by replay export or rollout.",
+        ),
+    ] = None,
+    stay: Annotated[
+        bool,
+        typer.Option("--stay", help="Wait for SIGTERM at the end, for a supervisor that restarts."),
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: LearnAsJson = False,
+) -> None:
+    """Run the learner of a run, or train on a recording."""
+    if archive is not None:
+        return _learn_from(file, archive, run_dir, stay=stay, dry_run=dry_run, as_json=as_json)
+    if dry_run:
+        return _show_plan(file, as_json)
+    config, run = _joined(file, run_dir)
+    from leeway.services.processes.learn import learn as run_learner
+
+    raise typer.Exit(run_learner(config, run, file.resolve(), stays=stay))
+
+
+def _learn_from(
+    file: Path, archive: Path, run_dir: Path, *, stay: bool, dry_run: bool, as_json: bool
+) -> None:
+    if stay:
+        raise typer.BadParameter("--stay is for a run; a recording ends", param_hint="--stay")
+    from leeway.services.config import load
+
+    config = load(file)
+    if dry_run:
+        from leeway.services.config_commands import print_configuration
+
+        return print_configuration(config, as_json)
+    from leeway.services.experiments.trace_replay import learn_from
+
+    raise typer.Exit(learn_from(config, archive, run_dir, as_json=as_json))
+
+
+def serve(
+    file: File, run_dir: RunDir, dry_run: DryRun = False, as_json: PlanAsJson = False
+) -> None:
+    """Run Ray with engines, retriever and rollout workers, and move the run through its phases."""
+    if dry_run:
+        return _show_plan(file, as_json)
+    config, run = _joined(file, run_dir)
+    from leeway.services.processes.serve import serve as run_serving
+
+    raise typer.Exit(run_serving(config, run))
+
+
+def api(
+    file: File,
+    run_dir: RunDir,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Address to listen on; else api.host.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Port; else api.port.")
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+) -> None:
+    """Run the REST API and the dashboard of a run."""
+    if dry_run:
+        return _show_plan(file, as_json)
+    config, run = _joined(file, run_dir, has_files=False)
+    from leeway.services.api.process import serve_api
+    from leeway.services.config import with_values
+
+    chosen = {"api.host": host, "api.port": port}
+    given = {key: value for key, value in chosen.items() if value is not None}
+    raise typer.Exit(serve_api(with_values(config, given), run))
+
+
+def rollout(
+    file: File,
+    num_groups: Annotated[
+        int, typer.Option("--num-groups", min=1, metavar="N", help="Groups to play.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="ARCHIVE", help="File that receives them.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace ARCHIVE.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Play groups without a learner, and write them as `leeway replay export` does."""
+    _log()
+    from leeway.replay.archive_buffer import check_absent
+    from leeway.services.config import check_files, load
+
+    config = load(file)
+    check_absent(out, force)
+    check_files(config)
+    from leeway.services.processes.rollout import collect
+
+    found = collect(config, num_groups, out, overwrite=force)
+    if as_json:
+        import json
+
+        written = {"num_groups": found.num_groups, "num_bytes": found.num_bytes, "file": str(out)}
+        typer.echo(json.dumps(written))
+    else:
+        typer.echo(f"{found.num_groups:,} groups, {found.num_bytes:,} bytes in {out}")
+
+
+def _show_plan(file: Path, as_json: bool) -> None:
+    """Check what the process needs of the configuration, its files and Redis; start nothing."""
+    from leeway.services.config import check_files, load
+    from leeway.services.config_commands import print_configuration, print_remarks
+    from leeway.services.processes.joining import redis_url_of
+
+    config = load(file)
+    url = redis_url_of(config)
+    from leeway.replay.server import check_url
+
+    check_url(url)
+    check_files(config)
+    print_remarks(config)
+    print_configuration(config, as_json)
+
+
+def _joined(file: Path, run_dir: Path, *, has_files: bool = True) -> tuple[RunConfig, RunDirectory]:
+    """The configuration, without which no process of a run starts, and its directory."""
+    _log()
+    from leeway.services.config import load
+    from leeway.services.layout import join_run
+    from leeway.services.processes.joining import redis_url_of
+
+    config = load(file, has_files=has_files)
+    redis_url_of(config)
+    return config, join_run(config, file, run_dir)
+
+
+def _log() -> None:
+    """These commands have no screen of their own: what they do is told line by line on stderr."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

@@ -1,0 +1,72 @@
+"""What the run board says, kept in the run directory: events.jsonl and eval.json.
+
+One process at a time writes them: the learner, and behind it whoever ends the run. Both go on
+behind the last line, so that no event is written twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from leeway.replay.board import RunBoard
+from leeway.replay.run_board import Event
+from leeway.services.layout import RunDirectory
+
+EVERY_S: Final = 1.0
+_AT_ONCE: Final = 100
+_TAIL_BYTES: Final = 65536
+
+
+class Records:
+    """Copies from the board of a run to its directory."""
+
+    def __init__(self, run: RunDirectory, board: RunBoard) -> None:
+        self._run = run
+        self._board = board
+        self._seen = _last_id(run.events)
+
+    async def keep(self) -> None:
+        """Copy every second, until cancelled."""
+        while True:
+            await self.copy()
+            await asyncio.sleep(EVERY_S)
+
+    async def copy(self) -> None:
+        """Bring both files up to now."""
+        # From the first event on: without an id the board tells the last ones.
+        while events := await self._board.events(self._seen or "0-0", _AT_ONCE):
+            self._append(events)
+        evaluations = (await self._board.get_all()).get("eval")
+        if evaluations is not None:
+            _write(self._run.eval, evaluations)
+
+    def _append(self, events: list[Event]) -> None:
+        with self._run.events.open("a", encoding="utf-8") as file:
+            for event in events:
+                line = {"time": event.time_s, "kind": event.kind, "text": event.text}
+                file.write(json.dumps({"id": event.event_id, **line}) + "\n")
+        self._seen = events[-1].event_id
+
+
+def _last_id(file: Path) -> str:
+    """Of the last whole line; "" without one. A process that was killed may leave half a line,
+    which is ended here."""
+    if not file.is_file():
+        return ""
+    with file.open("rb+") as lines:
+        size = lines.seek(0, 2)
+        lines.seek(max(0, size - _TAIL_BYTES))
+        tail = lines.read()
+        if tail and not tail.endswith(b"\n"):
+            lines.truncate(size - len(tail.rpartition(b"\n")[2]))
+    whole = tail[: tail.rfind(b"\n") + 1].splitlines()
+    return json.loads(whole[-1])["id"] if whole else ""
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    partial.replace(file)
