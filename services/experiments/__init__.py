@@ -1,1 +1,1 @@
-"""Experiments on one process: the loop without servers."""
+"""Experiments: the loop in one process, sweeps of many runs, recorded data trained again."""

@@ -1,0 +1,208 @@
+"""`/v1/sweeps`: where sweeps stand, and the row of every run that has ended.
+
+A sweep lives in files. The API looks in one folder, `sweeps` beside the run directories, where
+`leeway sweep` puts them; it needs no process of the sweep, so a sweep that is over still answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Query
+
+from leeway.replay.errors import DataError
+from leeway.services.api.models import Answer
+from leeway.services.experiments.sweep_folder import SweepFolder, SweepState
+from leeway.services.experiments.sweep_report import Findings, findings
+from leeway.services.experiments.sweep_rows import Row, row_of
+
+MAX_ROWS: Final = 1000
+_NAME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}")
+
+
+class SweepStatus(Answer):
+    """Where a sweep stands."""
+
+    name: str
+    """Of its folder."""
+    phase: str
+    """scanning, running, stopped or done; interrupted where its process was killed."""
+    num_arms: int
+    """Runs it will have made, those of the scan included."""
+    num_ended: int
+    num_failed: int
+    num_collapsed: int
+    running: list[str]
+    """Runs that are on now."""
+    rates: dict[str, float]
+    """Learning rate by objective, once the scan is done."""
+    updated_at: float
+    """Unix time."""
+
+
+class SweepVerdict(Answer):
+    """What a sweep says about one series."""
+
+    series: str
+    on_policy: float | None
+    """Mean score without staleness; null without such a run."""
+    kept_staleness: float | None
+    """Largest realised staleness, in policy versions, that keeps the asked share of it."""
+    kept_score: float | None
+    lost_staleness: float | None
+    """The next that was tried, where less is kept; null where everything was kept."""
+    lost_score: float | None
+    num_seeds: int
+    num_failed: int
+    num_collapsed: int
+    sentence: str
+
+
+class SweepDetail(Answer):
+    """A sweep and what it says so far."""
+
+    status: SweepStatus
+    mode: str
+    """exact or bound."""
+    retention: float
+    """Share of the on-policy score that counts as kept."""
+    verdicts: list[SweepVerdict]
+    """Empty before the first run has ended."""
+
+
+class SweepRow(Answer):
+    """One run. Means are over its optimizer steps; null where it has none."""
+
+    arm: str
+    series: str
+    objective: str
+    variant: dict[str, Any]
+    """What the grid varied beside objective, staleness and seed."""
+    seed: int
+    learning_rate: float
+    is_scan: bool
+    status: str
+    """finished, collapsed or failed."""
+    reason: str | None
+    """Of a failed run."""
+    staleness_set: int
+    staleness: float | None
+    """Realised, in policy versions."""
+    staleness_max: float | None
+    score: float | None
+    """Held-out exact match after the last step; null for a failed run."""
+    score_before: float | None
+    score_best: float | None
+    collapse_step: int | None
+    steps: int
+    wall_s: float
+    clip_fraction_tokens: float | None
+    clip_fraction_turns: float | None
+    ctn_norm: float | None
+    """||C||."""
+    ctn_norm_max: float | None
+    num_rescaled: int
+    grad_norm: float | None
+    num_spikes: int
+    effective_sample_size: float | None
+    kl: float | None
+    kl_max: float | None
+    entropy: float | None
+    entropy_last: float | None
+    think_tokens: float | None
+    think_tokens_last: float | None
+
+
+class SweepRows(Answer):
+    """A page of rows, by name of the run."""
+
+    rows: list[SweepRow]
+    next_cursor: str | None
+    """`cursor` of the next page; null on the last."""
+
+
+def sweeps_router(folder: Path) -> APIRouter:
+    """Routes over the sweeps in `folder`, which need not exist yet. They only read files."""
+    router = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+
+    @router.get("")
+    def sweeps() -> list[SweepStatus]:
+        """Every sweep, the last changed first."""
+        found = [_status(sweep) for sweep in _all(folder)]
+        return sorted(found, key=lambda status: -status.updated_at)
+
+    @router.get("/{name}")
+    def sweep(name: str) -> SweepDetail:
+        """One sweep, and what it says so far."""
+        sweep = _one(folder, name)
+        plan = sweep.read_plan()
+        found = _findings(sweep)
+        verdicts = [] if found is None else list(found.verdicts)
+        return SweepDetail(
+            status=_status(sweep),
+            mode=str(plan["mode"]),
+            retention=float(plan["retention"]),
+            verdicts=[SweepVerdict.model_validate(verdict) for verdict in verdicts],
+        )
+
+    @router.get("/{name}/rows")
+    def rows(
+        name: str,
+        cursor: Annotated[str | None, Query(max_length=200)] = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
+    ) -> SweepRows:
+        """The runs that have ended, by name, behind `cursor`."""
+        found = [row_of(result) for result in _one(folder, name).results()]
+        return _page(sorted(found, key=lambda row: row.arm), cursor, limit)
+
+    return router
+
+
+def _page(rows: list[Row], cursor: str | None, limit: int) -> SweepRows:
+    """Names are the cursor: a run that ends meanwhile moves none that was shown."""
+    left = [row for row in rows if cursor is None or row.arm > cursor]
+    shown = left[:limit]
+    more = len(left) > limit
+    return SweepRows(
+        rows=[SweepRow.model_validate(row) for row in shown],
+        next_cursor=shown[-1].arm if more else None,
+    )
+
+
+def _all(folder: Path) -> Iterator[SweepFolder]:
+    for path in folder.glob("*/plan.json"):
+        if _NAME.fullmatch(path.parent.name):
+            yield SweepFolder(path.parent)
+
+
+def _one(folder: Path, name: str) -> SweepFolder:
+    """Never outside `folder`: the name has no slash, and is not '..'."""
+    sweep = SweepFolder(folder / name)
+    if not _NAME.fullmatch(name) or not sweep.plan.is_file():
+        names = ", ".join(sorted(found.root.name for found in _all(folder))) or "none yet"
+        raise HTTPException(404, f"there is no sweep {name}; there are: {names}")
+    return sweep
+
+
+def _findings(sweep: SweepFolder) -> Findings | None:
+    try:
+        return findings(sweep)
+    except DataError:
+        if any(sweep.root.glob("arms/*/result.json")):
+            raise
+        return None
+
+
+def _status(sweep: SweepFolder) -> SweepStatus:
+    state = sweep.read_state() or SweepState(
+        name=sweep.root.name, phase="stopped", num_arms=0, num_ended=0, num_failed=0,
+        num_collapsed=0, running=[], rates={}, updated_at=sweep.plan.stat().st_mtime,
+    )  # fmt: skip
+    fields: dict[str, Any] = msgspec.to_builtins(state)
+    if state.is_interrupted:
+        fields |= {"phase": "interrupted", "running": []}
+    return SweepStatus.model_validate(fields | {"name": sweep.root.name})

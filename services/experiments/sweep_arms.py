@@ -1,0 +1,235 @@
+"""The arms of a sweep: one configuration each, checked before anything runs.
+
+An arm whose learning rate comes from the scan has none yet; `with_rate` gives it one, and with it
+its name. Everything an arm's result depends on is in its overrides and the base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from leeway.learner.objective.presets import PRESETS
+from leeway.replay.errors import ConfigurationError
+from leeway.services.config import RunConfig, load
+from leeway.services.experiments.sweep_file import CTN_FORMS, Sweep
+
+CRITIC_KEYS: Final = (
+    "learner.critic_learning_rate",
+    "learner.critic_warmup_steps",
+    "learner.critic_epochs",
+    "learner.value_clip",
+    "learner.gamma",
+    "learner.gae_lambda",
+)
+"""In `[set]` they go to the objectives that have a critic; others would refuse them."""
+RATE: Final = "learner.learning_rate"
+TOLD: Final = (
+    "objective", "learner.objective", "staleness", "replay.max_staleness", "seed", "data.seed",
+)  # fmt: skip
+"""Axes that a report treats by name. All others make series."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of a sweep."""
+
+    axes: Mapping[str, Any]
+    """What the grid chose, by axis as written."""
+    values: Mapping[str, Any]
+    """Configuration keys beside the base."""
+    objective: str
+    staleness: int
+    """As set. What came of it is in the result."""
+    seed: int
+    needs_rate: bool = False
+    """Its learning rate comes from the scan."""
+    is_scan: bool = False
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """key=value, as TOML."""
+        return tuple(f"{key}={json.dumps(value)}" for key, value in self.values.items())
+
+    @property
+    def name(self) -> str:
+        """Its folder: what it is in words, and a digest of its settings."""
+        words = [self.objective, f"lag{self.staleness}"]
+        words += [f"{k.rpartition('.')[2]}{v}" for k, v in self.variant.items()]
+        words.append(f"seed{self.seed}")
+        if RATE in self.values and not self.needs_rate:
+            words.append(f"lr{self.values[RATE]:g}")
+        slug = "_".join(re.sub(r"[^a-zA-Z0-9.-]+", "-", word).strip("-") for word in words)
+        digest = hashlib.sha256(json.dumps(sorted(self.overrides)).encode()).hexdigest()[:8]
+        return f"{slug[:90]}-{digest}"
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """The axes beside objective, staleness and seeds: what tells two series apart."""
+        return {key: value for key, value in self.axes.items() if key not in TOLD}
+
+    def with_rate(self, rate: float) -> Arm:
+        """With the rate that the scan found."""
+        return replace(self, values={**self.values, RATE: rate}, needs_rate=False)
+
+
+def series_label(objective: str, variant: Mapping[str, Any]) -> str:
+    """so-grpo · eps 0.004 · ctn penalty"""
+    parts = [f"{key.rpartition('.')[2]} {_show(value)}" for key, value in variant.items()]
+    return " · ".join([objective, *parts])
+
+
+def _show(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def grid_arms(sweep: Sweep) -> list[Arm]:
+    """Every combination of every grid, in order.
+
+    Raises ConfigurationError for a duplicate, for an objective that does not exist, and for an arm
+    whose configuration would be refused.
+    """
+    arms: list[Arm] = []
+    grid_of: dict[str, int] = {}
+    for number, grid in enumerate(sweep.file.grid, 1):
+        for combination in itertools.product(*grid.values()):
+            arm = _arm(sweep, dict(zip(grid, combination, strict=True)))
+            key = json.dumps(sorted(arm.overrides))
+            if key in grid_of:
+                raise ConfigurationError(
+                    f"[[grid]] {number} repeats an arm of [[grid]] {grid_of[key]}: {_words(arm)}; "
+                    "leave one of them out"
+                )
+            grid_of[key] = number
+            arms.append(arm)
+    return arms
+
+
+def _words(arm: Arm) -> str:
+    return ", ".join(f"{key} {value}" for key, value in arm.axes.items())
+
+
+def scan_arms(sweep: Sweep, arms: list[Arm]) -> list[Arm]:
+    """At staleness 0, each objective that needs a rate, at each rate and seed of the scan."""
+    if sweep.file.scan is None:
+        return []
+    objectives = dict.fromkeys(arm.objective for arm in arms if arm.needs_rate)
+    found: list[Arm] = []
+    for name, rate, seed in itertools.product(
+        objectives, sweep.file.scan.learning_rate, sweep.file.scan.seed
+    ):
+        axes = {"objective": name, "staleness": 0, "seed": seed}
+        found.append(replace(_arm(sweep, axes).with_rate(rate), is_scan=True))
+    return found
+
+
+def _arm(sweep: Sweep, axes: dict[str, Any]) -> Arm:
+    chosen: dict[str, Any] = {}
+    for axis, value in axes.items():
+        chosen |= _keys_of(axis, value)
+    common = dict(_set_keys(sweep, chosen))
+    values = common | chosen
+    base = _base_config(sweep)
+    objective = str(values.get("learner.objective", base.learner.objective))
+    if objective not in PRESETS:
+        names = ", ".join(sorted(PRESETS))
+        raise ConfigurationError(f"the grid names the objective {objective}; there are {names}")
+    if not PRESETS[objective].needs_critic:
+        values = {k: v for k, v in values.items() if k not in CRITIC_KEYS or k in chosen}
+    values |= _derived(sweep, values, base)
+    needs_rate = sweep.file.scan is not None and RATE not in chosen
+    seed = int(values.get("seed", base.seed))
+    staleness = values.get("replay.max_staleness", base.replay.max_staleness)
+    arm = Arm(axes, values, objective, staleness, seed, needs_rate)
+    _check(sweep, arm)
+    return arm
+
+
+def _set_keys(sweep: Sweep, chosen: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Of `[set]`, where the command line does not say otherwise."""
+    given = {override.partition("=")[0].strip() for override in sweep.overrides}
+    for key in given & chosen.keys():
+        raise ConfigurationError(f"--set {key} contradicts the grid, which varies it; leave it out")
+    for axis, value in sweep.file.set.items():
+        for key, of_key in _keys_of(axis, value).items():
+            if key in given:
+                continue
+            if key in chosen:
+                raise ConfigurationError(
+                    f"{key} is in [set] and in [[grid]]; leave it out of one of them"
+                )
+            yield key, of_key
+
+
+def _keys_of(axis: str, value: Any) -> dict[str, Any]:
+    """Configuration keys that an axis at a value stands for."""
+    if axis == "ctn":
+        if value not in CTN_FORMS:
+            raise ConfigurationError(
+                f"ctn = {value!r} is no form; there are {', '.join(CTN_FORMS)}"
+            )
+        return CTN_FORMS[value]
+    if axis == "eps":
+        low, high = value if isinstance(value, list | tuple) and len(value) == 2 else (value, value)
+        return {"learner.eps_low": low, "learner.eps_high": high}
+    short = {
+        "objective": "learner.objective",
+        "staleness": "replay.max_staleness",
+        "draws": "replay.max_draws",
+        "learning_rate": RATE,
+    }
+    return {short.get(axis, axis): value}
+
+
+def _derived(sweep: Sweep, values: Mapping[str, Any], base: RunConfig) -> dict[str, Any]:
+    """What follows from the mode: the staleness policy, a buffer that holds the window; and ||C||
+    is measured under every objective that clips."""
+    found: dict[str, Any] = {}
+    if sweep.file.mode == "exact":
+        found["replay.staleness_policy"] = "exact"
+    elif values.get("replay.staleness_policy", base.replay.staleness_policy) == "exact":
+        found["replay.staleness_policy"] = "pace"
+    lag = int(values.get("replay.max_staleness", base.replay.max_staleness))
+    step = int(values.get("replay.groups_per_step", base.replay.groups_per_step))
+    held = int(values.get("replay.max_groups", base.replay.max_groups))
+    if held < (lag + 1) * step:
+        found["replay.max_groups"] = (lag + 1) * step
+    preset = PRESETS[str(values.get("learner.objective", base.learner.objective))]
+    uses = values.get("learner.ctn", base.learner.ctn or preset.ctn) == "gradient"
+    if preset.clips and not uses:
+        found["learner.measure_ctn"] = True
+    return found
+
+
+_BASES: dict[tuple[Any, ...], RunConfig] = {}
+
+
+def _base_config(sweep: Sweep) -> RunConfig:
+    key = (sweep.base, sweep.base_digest, sweep.overrides)
+    if key not in _BASES:
+        _BASES[key] = load(sweep.base, sweep.overrides)
+    return _BASES[key]
+
+
+def _check(sweep: Sweep, arm: Arm) -> None:
+    config = arm_config(sweep, arm)
+    if sweep.file.loop == "in-process" and config.policy.backend != "torch":
+        raise ConfigurationError(
+            'policy.backend = "vllm" cannot decode in the process of an arm; set policy.backend = '
+            '"torch", or loop = "train"'
+        )
+    if config.eval.num_questions == 0:
+        raise ConfigurationError("eval.num_questions = 0 gives an arm no score; set it above 0")
+
+
+def arm_config(sweep: Sweep, arm: Arm) -> RunConfig:
+    """The whole configuration. Raises ConfigurationError, which names the arm."""
+    try:
+        return load(sweep.base, (*sweep.overrides, *arm.overrides))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the arm {_words(arm)} cannot run: {error}") from None

@@ -1,0 +1,90 @@
+"""`/v1/sweeps`: what lies in the folder of sweeps, and nothing outside it."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from leeway.services.api.sweeps import SweepRow, sweeps_router
+from leeway.services.experiments.sweep_folder import SweepState
+from leeway.services.experiments.sweep_rows import Row
+
+from .sweep_results import arm, leave
+
+
+def client(folder: Path) -> httpx.AsyncClient:
+    app = FastAPI()
+    app.include_router(sweeps_router(folder))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path) -> Path:
+    folder = tmp_path / "sweeps"
+    demo = leave(folder / "demo", [arm(lag=lag, seed=s) for lag in (0, 2) for s in (0, 1)])
+    demo.write_state(
+        SweepState(
+            name="demo", phase="running", num_arms=6, num_ended=4, num_failed=0, num_collapsed=0,
+            running=["x"], rates={"grpo": 1e-4}, updated_at=1.0,
+        )
+    )  # fmt: skip
+    leave(folder / "begun", [])
+    leave(tmp_path / "secret", [arm()])
+    return folder
+
+
+async def test_every_sweep_is_listed_and_a_silent_one_is_interrupted(sweeps: Path):
+    async with client(sweeps) as api:
+        found = (await api.get("/v1/sweeps")).json()
+    assert {one["name"]: one["phase"] for one in found} == {
+        "begun": "stopped",
+        "demo": "interrupted",
+    }
+    demo = next(one for one in found if one["name"] == "demo")
+    assert (demo["num_arms"], demo["num_ended"], demo["running"]) == (6, 4, [])
+
+
+async def test_a_folder_that_does_not_exist_holds_no_sweep(tmp_path: Path):
+    async with client(tmp_path / "nowhere") as api:
+        answer = await api.get("/v1/sweeps")
+    assert (answer.status_code, answer.json()) == (200, [])
+
+
+async def test_one_sweep_says_what_it_has_found(sweeps: Path):
+    async with client(sweeps) as api:
+        found = (await api.get("/v1/sweeps/demo")).json()
+        begun = (await api.get("/v1/sweeps/begun")).json()
+    assert (found["mode"], found["retention"]) == ("exact", 0.95)
+    assert found["verdicts"][0]["kept_staleness"] == 2.0
+    assert "at every staleness tried" in found["verdicts"][0]["sentence"]
+    assert begun["verdicts"] == []
+
+
+async def test_rows_come_in_pages_each_once(sweeps: Path):
+    names, cursor = [], None
+    async with client(sweeps) as api:
+        for _ in range(2):
+            parameters = {"limit": 3} | ({"cursor": cursor} if cursor else {})
+            page = (await api.get("/v1/sweeps/demo/rows", params=parameters)).json()
+            names += [row["arm"] for row in page["rows"]]
+            cursor = page["next_cursor"]
+    assert cursor is None
+    assert len(names) == len(set(names)) == 4 and names == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "..", "%2e%2e%2fsecret", "..%2Fsecret", "a%00b"])
+async def test_a_sweep_that_is_not_there_is_404(sweeps: Path, name: str):
+    async with client(sweeps) as api:
+        assert (await api.get(f"/v1/sweeps/{name}/rows")).status_code == 404
+
+
+async def test_a_page_has_a_size(sweeps: Path):
+    async with client(sweeps) as api:
+        for limit in ("0", "1001", "many"):
+            answer = await api.get("/v1/sweeps/demo/rows", params={"limit": limit})
+            assert answer.status_code == 422
+
+
+def test_the_body_of_a_row_has_the_fields_of_a_row():
+    assert list(SweepRow.model_fields) == list(Row.__struct_fields__)

@@ -1,0 +1,176 @@
+"""Numbers of a sweep: rows, cells, verdicts and comparisons, worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from leeway.services.experiments.sweep_compare import compare, half_width
+from leeway.services.experiments.sweep_report import findings
+from leeway.services.experiments.sweep_rows import (
+    cells_of,
+    interval,
+    realised,
+    row_of,
+    select_grid,
+)
+from leeway.services.experiments.sweep_run import rates_of
+from leeway.services.experiments.sweep_verdict import verdicts, versions
+
+from .sweep_results import arm, leave
+
+
+def test_realised_staleness_under_exact_is_that_behind_the_ramp():
+    # Lag 2: steps of 0, 1, 2, 2.
+    assert realised(arm(lag=2)) == 2.0
+
+
+def test_realised_staleness_under_a_bound_is_the_mean_of_all_steps_by_trajectories():
+    result = arm(
+        lag=8, mode="bound", lags=[0, 2, 4, 4], curves={"num_trajectories": [10, 10, 10, 30]}
+    )
+    # (0 + 20 + 40 + 120) / 60
+    assert realised(result) == 3.0
+
+
+def test_a_run_within_its_ramp_counts_whole():
+    assert realised(arm(lag=8, lags=[0, 1, 2, 3])) == 1.5
+
+
+def test_a_row_holds_what_happened_in_the_run():
+    row = row_of(arm(score=0.7))
+    # Median norm 1.5, so 9.0 alone is above 7.5.
+    assert (row.score_before, row.score, row.score_best, row.num_spikes) == (0.3, 0.7, 0.7, 1)
+    assert (row.ctn_norm, row.ctn_norm_max, row.num_rescaled) == (3.0, 6.0, 3)
+    assert (row.entropy_last, row.think_tokens, row.kl_max) == (0.2, 20.0, 0.03)
+    # A step without the number is left out of its mean.
+    assert row.effective_sample_size == pytest.approx(0.9)
+
+
+def test_a_failed_arm_has_a_reason_and_no_score():
+    row = row_of(arm(status="failed", reason="out of memory"))
+    assert (row.status, row.reason, row.score) == ("failed", "out of memory", None)
+
+
+def test_the_interval_is_students():
+    low, high = interval([0.8, 0.9, 1.0]) or (0, 0)
+    # 4.303 x 0.1 / sqrt(3) = 0.24843
+    assert (low, high) == (pytest.approx(0.65157, abs=1e-5), pytest.approx(1.14843, abs=1e-5))
+    assert interval([0.8]) is None
+
+
+def test_a_cell_is_the_seeds_of_one_series_at_one_staleness():
+    rows = [
+        row_of(arm(lag=2, seed=0, score=0.8)),
+        row_of(arm(lag=2, seed=1, score=0.1, status="collapsed")),
+        row_of(arm(lag=2, seed=2, status="failed", reason="x")),
+        row_of(arm(lag=2, seed=0, score=0.5, variant={"eps": 0.004})),
+    ]
+    first, second = cells_of(rows)
+    # A collapsed arm is in the mean, a failed one is not.
+    assert (first.scores, first.mean, first.staleness) == ([0.8, 0.1], pytest.approx(0.45), 2.0)
+    assert (first.num_arms, first.num_failed, first.num_collapsed) == (3, 1, 1)
+    assert (second.series, second.low) == ("grpo · eps 0.004", None)
+
+
+def verdict_of(scores: dict[int, float], **options: float):
+    rows = [row_of(arm(lag=lag, score=score)) for lag, score in scores.items()]
+    return verdicts(cells_of(rows), **{"retention": 0.95, **options})[0]
+
+
+def test_the_largest_staleness_is_the_last_before_the_first_loss():
+    # 0.95 x 0.8 = 0.76: lag 1 keeps it, lag 2 does not, and lag 3, which does, is beyond a loss.
+    verdict = verdict_of({0: 0.8, 1: 0.76, 2: 0.7, 3: 0.9})
+    assert (verdict.kept_staleness, verdict.kept_score) == (1.0, 0.76)
+    assert (verdict.lost_staleness, verdict.lost_score) == (2.0, 0.7)
+    assert verdict.sentence == (
+        "grpo keeps 95% of its on-policy score (0.800) up to 1 version (0.760); at 2 versions it "
+        "is at 0.700; one seed, so the spread is unknown."
+    )
+
+
+def test_a_series_that_loses_nothing_says_how_far_it_was_tried():
+    verdict = verdict_of({0: 0.8, 3: 0.8})
+    assert (verdict.kept_staleness, verdict.lost_staleness) == (3.0, None)
+    assert "at every staleness tried, up to 3 versions (0.800)" in verdict.sentence
+
+
+def test_a_series_that_bears_nothing_says_so():
+    assert (
+        "at no staleness tried: at 1 version it is at 0.500"
+        in verdict_of({0: 0.8, 1: 0.5}).sentence
+    )
+
+
+def test_without_an_on_policy_run_there_is_no_verdict():
+    verdict = verdict_of({2: 0.8, 3: 0.5})
+    assert (verdict.on_policy, verdict.kept_staleness) == (None, None)
+    assert verdict.sentence == "grpo has no on-policy score to compare with."
+
+
+def test_retention_is_the_share_that_must_be_kept():
+    assert verdict_of({0: 0.8, 3: 0.7}, retention=0.85).kept_staleness == 3.0
+    assert verdict_of({0: 0.8, 3: 0.7}, retention=0.9).kept_staleness == 0.0
+
+
+@pytest.mark.parametrize(
+    ("lag", "words"), [(1.0, "1 version"), (15.98, "16.0 versions"), (64.0, "64 versions")]
+)
+def test_versions_are_written_as_they_were_measured(lag: float, words: str):
+    assert versions(lag) == words
+
+
+# --- the scan
+
+
+def scan(objective: str, rate: float, seed: int, score: float, **more: str):
+    return arm(objective, 0, seed, score, rate=rate, is_scan=True, **more)
+
+
+def test_the_scan_takes_the_best_mean_and_the_smaller_rate_of_equals():
+    found = rates_of(
+        [
+            scan("grpo", 2e-4, 0, 0.9),
+            scan("grpo", 2e-4, 1, 0.7),
+            scan("grpo", 1e-4, 0, 0.8),
+            scan("grpo", 1e-4, 1, 0.8),
+            scan("ppo", 1e-4, 0, 0.2),
+            scan("ppo", 2e-4, 0, 0.3),
+        ]
+    )
+    assert found == {"grpo": 1e-4, "ppo": 2e-4}
+
+
+def test_a_failed_arm_of_the_scan_scores_nothing():
+    failed = scan("grpo", 2e-4, 1, 0.99, status="failed", reason="x")
+    assert rates_of([scan("grpo", 2e-4, 0, 0.9), failed, scan("grpo", 1e-4, 0, 0.5)]) == {
+        "grpo": 1e-4
+    }
+    assert rates_of([failed]) == {}
+
+
+def test_runs_at_rates_that_the_scan_rejected_are_in_no_curve():
+    results = [scan("grpo", 1e-4, 0, 0.5), scan("grpo", 2e-4, 0, 0.9), arm("grpo", rate=2e-4)]
+    kept = select_grid(results, {"grpo": 2e-4})
+    assert [r.spec.name for r in kept] == [r.spec.name for r in results[1:]]
+
+
+# --- two sweeps
+
+
+def test_the_half_width_of_a_difference_is_welchs():
+    # Variances 0.0002 each over two seeds: error sqrt(0.0001 + 0.0001), two degrees of freedom.
+    assert half_width([0.80, 0.82], [0.90, 0.92]) == pytest.approx(4.303 * 0.0141421, rel=1e-4)
+    assert half_width([0.8], [0.9, 0.91]) is None
+
+
+def test_sweeps_are_compared_at_like_staleness(tmp_path: Path):
+    a = [arm(lag=lag, seed=seed, score=0.8 + seed / 50) for lag in (0, 3) for seed in (0, 1)]
+    b = [arm(lag=lag, seed=seed, score=0.9 + seed / 50) for lag in (0, 1) for seed in (0, 1)]
+    found = compare(
+        findings(leave(tmp_path / "a", [*a, arm("ppo")])), findings(leave(tmp_path / "b", b))
+    )
+    (pair,) = found.pairs
+    assert (pair.staleness_a, pair.staleness_b, pair.is_clear) == (0.0, 0.0, True)
+    assert pair.difference == pytest.approx(0.1)
+    assert (found.only_a, found.only_b, found.kept) == (["ppo"], [], {"grpo": (3.0, 1.0)})
+    assert list(found.settings) == ["grid"]
