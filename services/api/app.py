@@ -1,158 +1,190 @@
-"""REST over a run: health, status, metrics. It reads Redis and changes nothing.
+"""The REST API of one run, put together, and served.
 
-Errors are application/problem+json; a Redis that does not answer is 503 with the reason.
+    request -> counted -> Gate (rate, token, scope, size) -> router -> Redis
+                              `------------ problem+json <------'
+
+It reads Redis and asks through it: processes of the run may come and go beside it.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI, Response
+from fastapi.openapi.utils import get_openapi
 
-from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import ConfigurationError, LeewayError, StoreUnavailable
-from leeway.replay.store import ReplayStats
+from leeway.replay.errors import ConfigurationError, LeewayError
+from leeway.replay.store import Replay, VersionSource
+from leeway.services.api.auth import Tokens
+from leeway.services.api.dashboard import add_dashboard
+from leeway.services.api.hub import Hub
+from leeway.services.api.limits import Gate
 from leeway.services.api.metrics import CONTENT_TYPE, exposition
-from leeway.services.api.models import Health, Problem, Status
-from leeway.services.snapshot import Snapshot, build_snapshot
-
-ANSWER_TIMEOUT_S: Final = 5.0
-"""Seconds Redis may take before a request is answered with 503."""
+from leeway.services.api.models import Problem
+from leeway.services.api.problems import add_error_answers, documented
+from leeway.services.api.reader import Reader
+from leeway.services.api.recent import RecentGroups, StoredGroups
+from leeway.services.api.requests import MeasuredRequests, RequestCounters
+from leeway.services.api.routes.control import control_router
+from leeway.services.api.routes.events import events_router
+from leeway.services.api.routes.health import health_router
+from leeway.services.api.routes.parts import parts_router
+from leeway.services.api.routes.runs import runs_router
+from leeway.services.api.routes.settings import settings_router
+from leeway.services.api.routes.submission import submission_router
+from leeway.services.api.routes.trajectories import trajectories_router
+from leeway.services.api.served import Board, Served
+from leeway.services.api.sweeps import sweeps_router
+from leeway.services.config import RunConfig
 
 START_TIMEOUT_S: Final = 10.0
+SWEEPS: Final = "sweeps"
+"""Folder beside the run directories in which sweeps are looked for."""
+
+_ERRORS: Final = (400, 401, 403, 404, 405, 413, 422, 429, 500, 503)
+_DESCRIPTION: Final = """One training run: what it does, live, and how to steer it.
+
+Everything below /v1, and /metrics, needs `Authorization: Bearer TOKEN`. The read token may GET;
+what changes the run needs the control token. Errors are application/problem+json."""
 
 
-class RunSections(Protocol):
-    """What the API reads of the run board; replay.run_board.RunBoard is the real one."""
+def connect_app(redis_url: str, run: Path, config: RunConfig, tokens: Tokens | None) -> FastAPI:
+    """The application over the run in directory `run`, with connections of its own. `tokens` None
+    asks nobody for one.
+    """
+    from leeway.replay.archive_buffer import OpenBuffer
+    from leeway.replay.board import PolicyBoard, RunBoard
 
-    async def get_all(self) -> dict[str, dict[str, Any]]: ...
-    async def phase(self) -> str | None: ...
-    async def events(self, after: str = "", count: int = 100) -> Sequence[HasText]: ...
-    async def close(self) -> None: ...
-
-
-class HasText(Protocol):
-    """An event, of which the status shows the text."""
-
-    @property
-    def text(self) -> str: ...
-
-
-class BufferStats(Protocol):
-    """What the API reads of the replay buffer; replay.store.Replay is one."""
-
-    async def stats(self) -> ReplayStats: ...
-    async def close(self) -> None: ...
-
-
-def connect_app(
-    redis_url: str, run: str, replay: ReplayConfig, config_summary: Mapping[str, Any]
-) -> FastAPI:
-    """The application over a run in Redis, with connections of its own."""
-    from leeway.replay.run_board import RunBoard
-    from leeway.replay.sharded_store import connect_replay
-
-    buffer = connect_replay(redis_url, run, replay)
-    return create_app(RunBoard(redis_url, run), buffer, config_summary)
+    name = run.name
+    buffer = OpenBuffer(redis_url, name, config.replay)
+    policies = PolicyBoard(redis_url, name)
+    return create_app(
+        RunBoard(redis_url, name),
+        buffer.replay,
+        buffer,
+        policies.oldest_version,
+        run=run,
+        config=config,
+        tokens=tokens,
+        on_close=policies.close,
+    )
 
 
 def create_app(
-    run_board: RunSections, replay: BufferStats, config_summary: Mapping[str, Any]
+    board: Board,
+    replay: Replay,
+    stored: StoredGroups,
+    oldest_version: VersionSource,
+    *,
+    run: Path,
+    config: RunConfig,
+    tokens: Tokens | None,
+    on_close: Callable[[], Any] | None = None,
 ) -> FastAPI:
-    """The application. It owns the two clients: they belong to the loop it is served in, and are
+    """The application. It owns the clients: they belong to the loop it is served in, and are
     closed when it ends.
     """
+    reader = Reader(board, replay, {"objective": config.learner.objective})
+    recent = RecentGroups(stored, config)
+    hub = Hub(reader, board, lambda: _newest(recent))
+    served = Served(
+        run, config, board, replay, oldest_version, _secret(tokens, run), reader, recent, hub
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await run_board.close()
+        await hub.close()
+        await reader.close()
+        await board.close()
         await replay.close()
+        if on_close is not None:
+            await on_close()
 
     app = FastAPI(
         title="Leeway",
-        description="The state of one training run.",
+        version="1",
+        description=_DESCRIPTION,
         lifespan=lifespan,
-        responses={503: {"model": Problem, "description": "Redis does not answer"}},
+        responses=documented(*_ERRORS),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/v1/openapi.json",
     )
-    _add_error_answers(app)
-
-    @app.get("/healthz")
-    async def healthz() -> Health:
-        """The process answers; says nothing about Redis, whose faults no restart of this heals."""
-        return Health()
-
-    @app.get("/v1/status")
-    async def status() -> Status:
-        """The run at this moment."""
-        snapshot = await _read(run_board, replay)
-        found = Status.model_validate(snapshot)
-        return found.model_copy(update={"config": dict(config_summary)})
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """The same for Prometheus."""
-        return Response(exposition(await _read(run_board, replay)), media_type=CONTENT_TYPE)
-
+    app.state.hub = hub
+    app.state.reader = reader
+    app.openapi = lambda: _openapi(app)
+    add_error_answers(app)
+    for build in (
+        health_router,
+        runs_router,
+        parts_router,
+        trajectories_router,
+        events_router,
+        control_router,
+        settings_router,
+        submission_router,
+    ):
+        app.include_router(build(served))
+    app.include_router(sweeps_router(run.parent / SWEEPS))
+    requests = RequestCounters()
+    _add_metrics(app, served, requests)
+    add_dashboard(app)
+    app.add_middleware(Gate, config=config.api, tokens=tokens)
+    app.add_middleware(MeasuredRequests, counters=requests)
     return app
 
 
-async def _read(run_board: RunSections, replay: BufferStats) -> Snapshot:
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            sections, phase, events, stats = await asyncio.gather(
-                run_board.get_all(), run_board.phase(), run_board.events(count=1), replay.stats()
-            )
-    except TimeoutError:
-        raise StoreUnavailable(f"Redis gave no answer within {ANSWER_TIMEOUT_S:g} s") from None
-    if phase is not None:
-        sections.setdefault("run", {})["phase"] = phase
-    return build_snapshot(sections, stats, last_event=events[-1].text if events else None)
+async def _newest(recent: RecentGroups) -> list[Any]:
+    return [seen.item for seen in await recent.look()]
 
 
-# --- errors -------------------------------------------------------------------------------------
+def _secret(tokens: Tokens | None, run: Path) -> bytes:
+    """The same in every API of a run that has tokens. Without them anybody may do anything, and
+    the tickets of slots only keep honest agents from mistakes.
+    """
+    words = tokens.control if tokens else str(run.name)
+    return hashlib.sha256(b"slots " + words.encode()).digest()
 
 
-def _add_error_answers(app: FastAPI) -> None:
-    @app.exception_handler(StoreUnavailable)
-    async def unavailable(request: Request, error: StoreUnavailable) -> Response:
-        return _problem(503, "The replay buffer does not answer", str(error))
+def _add_metrics(app: FastAPI, served: Served, requests: RequestCounters) -> None:
+    text: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    }
 
-    @app.exception_handler(LeewayError)
-    async def failed(request: Request, error: LeewayError) -> Response:
-        return _problem(500, type(error).__name__, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        detail = f"{request.method} {request.url.path}: {error.detail}"
-        return _problem(error.status_code, str(error.detail), detail, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return _problem(422, "The request is malformed", f"{where}: {first['msg']}")
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        return _problem(500, "Internal error", f"{type(error).__name__}; see the log of the API")
+    @app.get("/metrics", response_class=Response, responses=text, tags=["metrics"])
+    async def metrics() -> Response:
+        """The run for Prometheus."""
+        look = await served.reader.look()
+        body = exposition(look.sections, look.stats, look.phase, now=time.time(), requests=requests)
+        return Response(body, media_type=CONTENT_TYPE)
 
 
-def _problem(
-    status: int, title: str, detail: str, headers: Mapping[str, str] | None = None
-) -> Response:
-    body = Problem(title=title, status=status, detail=detail).model_dump()
-    return JSONResponse(body, status, headers, media_type="application/problem+json")
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Routes with their errors as problem+json, and the tokens; built once."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        parts = schema["components"]["schemas"]
+        parts["Problem"] = Problem.model_json_schema()
+        for name in ("HTTPValidationError", "ValidationError"):
+            parts.pop(name, None)
+        schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        for path, operations in schema["paths"].items():
+            if path.startswith("/v1") or path == "/metrics":
+                for operation in operations.values():
+                    operation["security"] = [{"token": []}]
+        app.openapi_schema = schema
+    return app.openapi_schema
 
 
 # --- serving ------------------------------------------------------------------------------------
@@ -163,8 +195,10 @@ def serve_in_thread(app: FastAPI, host: str, port: int) -> tuple[str, Callable[[
 
     Port 0 takes a free one. Raises ConfigurationError when the port is taken.
     """
-    listener = _listen(host, port)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on")
+    listener = listen(host, port)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=2
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [listener]}, name="leeway-api", daemon=True
@@ -185,10 +219,11 @@ def serve_in_thread(app: FastAPI, host: str, port: int) -> tuple[str, Callable[[
             thread.join(timeout=5)
         listener.close()
 
-    return _address(host, listener.getsockname()[1]), stop
+    return address_of(host, listener.getsockname()[1]), stop
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address. Raises ConfigurationError when that is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -203,7 +238,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _address(host: str, port: int) -> str:
+def address_of(host: str, port: int) -> str:
     """What a client on this machine connects to: 0.0.0.0 becomes 127.0.0.1."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

@@ -1,4 +1,6 @@
-"""Bodies of the REST answers. `Status` mirrors snapshot.Snapshot; a test compares fields."""
+"""Bodies of the REST answers: the base, the status, probes and errors. The other resources are in
+resources.py. `Status` mirrors snapshot.Snapshot; a test compares fields.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ class Answer(BaseModel):
 
 
 class Health(Answer):
-    """The process answers."""
+    """What a probe is told."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "not-ready"] = "ok"
+    reasons: list[str] = []
+    """Why it is not ready; empty with `ok`."""
 
 
 class Run(Answer):
@@ -77,6 +81,40 @@ class Staleness(Answer):
     """replay.max_staleness."""
 
 
+class Seconds(Answer):
+    """What one side has done with its time."""
+
+    waiting_s: float
+    """Rollouts: for room. Learner: for data."""
+    working_s: float
+    """Rollouts: playing. Learner: training."""
+
+
+class Held(Answer):
+    """A slot or a lease."""
+
+    id: str
+    version: int
+    since_s: float
+    expires_in_s: float
+    num_groups: int
+
+
+class WaitLink(Answer):
+    """One side that waits now."""
+
+    waiter: str
+    """rollout or learner."""
+    reason: str
+    num_waiting: int
+    since_s: float
+    """Of the one that waits longest."""
+    awaited: str
+    """rollout, learner, engines, operator, or nobody: a standstill."""
+    held: Held | None
+    """The slot or lease that whom it waits for has held longest."""
+
+
 class Replay(Answer):
     """The buffer, in groups."""
 
@@ -99,40 +137,6 @@ class Replay(Answer):
     """Waiting and working of "rollout" and "learner", summed over their callers."""
     waits: list[WaitLink]
     """Who waits now, for whom and why; the longest first."""
-
-
-class Seconds(Answer):
-    """What one side has done with its time."""
-
-    waiting_s: float
-    """Rollouts: for room. Learner: for data."""
-    working_s: float
-    """Rollouts: playing. Learner: training."""
-
-
-class WaitLink(Answer):
-    """One side that waits now."""
-
-    waiter: str
-    """rollout or learner."""
-    reason: str
-    num_waiting: int
-    since_s: float
-    """Of the one that waits longest."""
-    awaited: str
-    """rollout, learner, engines, operator, or nobody: a standstill."""
-    held: Held | None
-    """The slot or lease that whom it waits for has held longest."""
-
-
-class Held(Answer):
-    """A slot or a lease."""
-
-    id: str
-    version: int
-    since_s: float
-    expires_in_s: float
-    num_groups: int
 
 
 class Waits(Answer):

@@ -1,25 +1,32 @@
-"""The REST surface: what it answers, and what it says when Redis does not."""
+"""The REST surface: what it answers, to whom, and what it says when Redis does not."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 from pydantic import BaseModel
 
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
 from leeway.replay.run_board import Event
+from leeway.replay.run_records import ControlRequest, LiveSettings
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import ReplayStats
 from leeway.services.api import app as api
-from leeway.services.api import models
-from leeway.services.api.metrics import GAUGES
+from leeway.services.api import models, reader
+from leeway.services.api.auth import FILE, Tokens, tokens_of
+from leeway.services.config import RunConfig, load
 from leeway.services.snapshot import Snapshot
 
+TOKENS = Tokens("read-token-0123456789", "control-token-0123456789")
 STATS = ReplayStats(
     learner_version=PolicyVersion(7),
     num_slots=3,
@@ -36,16 +43,34 @@ STATS = ReplayStats(
     dropped={"retriever": 5, "timeout": 1},
     outstanding={6: 4, 7: 5},
     wait_room_s=10.0,
+    play_s=30.0,
     wait_data_s=20.0,
 )
+WORKER = {
+    "num_groups_in_flight": 2,
+    "num_episodes_in_flight": 3,
+    "episodes_by_stage": {"generating": {"10s": 2}, "searching": {"1m": 1}},
+    "episodes": {"answer": 10, "turns": 2},
+    "dropped": {"timeout": 1},
+    "retriever": {
+        "num_searches": 4,
+        "num_failed": 0,
+        "num_in_flight": 1,
+        "search_s": {"bounds": [1.0], "counts": [4, 0], "sum": 2.0},
+        "last_error": None,
+        "last_success_at": 5.0,
+    },
+}
 SECTIONS: dict[str, dict[str, Any]] = {
-    "run": {"name": "demo", "num_steps": 60, "bound": 4, "started_at": 1.0},
+    "run": {"name": "demo", "num_steps": 60, "bound": 4, "started_at": 1.0, "objective": "grpo"},
     "learner": {
         "step": 7,
         "version": 7,
         "metrics": {"reward_mean": 0.5, "staleness_mean": 1.5, "staleness_max": 3},
     },
+    "totals": {"histograms": {"staleness": {"bounds": [0.0, 1.0], "counts": [3, 5, 2]}}},
     "policy": {"engine-1": {"version": 6, "pause_ms": 12.0, "tokens_per_s": 3000.0}},
+    "rollout": {"worker-0": WORKER, "worker-1": WORKER},
     "eval": {
         "before": {"step": 0, "scores": {"exact_match": 0.31}},
         "history": [{"step": 5, "scores": {"exact_match": 0.8}}],
@@ -54,77 +79,214 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 class FakeBoard:
-    def __init__(self, sections: dict[str, dict[str, Any]]) -> None:
-        self.sections = {name: dict(section) for name, section in sections.items()}
+    """A run board that holds what the test says."""
+
+    def __init__(self, sections: Mapping[str, dict[str, Any]], phase: str = "training") -> None:
+        self.sections = {name: dict(value) for name, value in sections.items()}
+        self.current = phase
+        self.live = LiveSettings()
+        self.told: list[tuple[str, str]] = []
+        self.asked: dict[str, ControlRequest] = {}
         self.is_closed = False
 
     async def get_all(self) -> dict[str, dict[str, Any]]:
-        return self.sections
+        return {name: dict(value) for name, value in self.sections.items()}
 
     async def phase(self) -> str | None:
-        return "training" if self.sections else None
+        return self.current
 
-    async def events(self, after: str = "", count: int = 100) -> list[Event]:
-        return [Event("1-0", 1.0, "checkpoint", "step 5 is on disk")][:count]
+    async def events(self, after: str = "", count: int = 100) -> Sequence[Event]:
+        return [Event("5-0", 5.0, "run", "started")] if after in ("", "0-0") else []
+
+    async def append_event(self, kind: str, text: str) -> None:
+        self.told.append((kind, text))
+
+    async def steps(self, after: int = 0, count: int = 100) -> list[dict[str, Any]]:
+        return [{"step": step} for step in range(after + 1, 8)][:count]
+
+    async def publishes(self, count: int = 20) -> list[dict[str, Any]]:
+        return []
+
+    async def ask(self, action: Any, detail: str, take_up_s: float) -> ControlRequest:
+        request = ControlRequest(
+            request_id="r1", action=action, asked_at=1.0, deadline_at=2.0, detail=detail
+        )
+        self.asked[action] = request
+        return request
+
+    async def request(self, action: Any) -> ControlRequest | None:
+        return self.asked.get(action)
+
+    async def settings(self) -> LiveSettings:
+        return self.live
+
+    async def change_settings(self, values: Mapping[str, float]) -> LiveSettings:
+        self.live = LiveSettings(self.live.revision + 1, {**self.live.values, **values})
+        return self.live
 
     async def close(self) -> None:
         self.is_closed = True
 
 
 class FakeReplay:
-    def __init__(self, failure: Exception | None = None, delay_s: float = 0) -> None:
-        self.failure, self.delay_s = failure, delay_s
+    """A buffer with the numbers STATS; it counts how often it is asked."""
+
+    def __init__(self, error: Exception | None = None, delay_s: float = 0.0) -> None:
+        self._error = error
+        self._delay_s = delay_s
+        self.num_asked = 0
+        self.paused: list[bool] = []
 
     async def stats(self) -> ReplayStats:
-        await asyncio.sleep(self.delay_s)
-        if self.failure:
-            raise self.failure
+        self.num_asked += 1
+        await asyncio.sleep(self._delay_s)
+        if self._error is not None:
+            raise self._error
         return STATS
 
+    async def pause_admission(self, paused: bool) -> None:
+        self.paused.append(paused)
+
+    async def records(self) -> list[Any]:
+        return []
+
     async def close(self) -> None:
-        """Nothing to close."""
+        return
 
 
-async def get(
-    path: str,
-    replay: FakeReplay | None = None,
-    sections: dict[str, dict[str, Any]] = SECTIONS,
-) -> httpx.Response:
-    app = api.create_app(FakeBoard(sections), replay or FakeReplay(), {"objective": "so-grpo"})
+def build(
+    replay: Any = None,
+    board: FakeBoard | None = None,
+    tokens: Tokens | None = None,
+    config: RunConfig | None = None,
+    run: Path = Path("runs/demo"),
+) -> FastAPI:
+    async def oldest() -> PolicyVersion:
+        return PolicyVersion(6)
+
+    buffer = replay or FakeReplay()
+    return api.create_app(
+        board or FakeBoard(SECTIONS),
+        buffer,
+        buffer,
+        oldest,
+        run=run,
+        config=config or load(None),
+        tokens=tokens,
+    )
+
+
+async def ask(app: FastAPI, path: str, method: str = "GET", **more: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
-        return await client.get(path)
+        return await client.request(method, path, **more)
 
 
-async def test_health_is_answered_while_redis_is_away():
-    answer = await get("/healthz", FakeReplay(StoreUnavailable("gone")))
-    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
 
 
-async def test_status_joins_the_board_and_the_buffer():
-    body = (await get("/v1/status")).json()
-    assert body["run"]["name"] == "demo"
-    assert body["run"]["phase"] == "training"
-    assert body["run"]["policy_version"] == 7
-    assert body["run"]["last_event"] == "step 5 is on disk"
-    assert body["engines"][0]["version"] == 6
-    assert body["staleness"] == {"mean": 1.5, "max": 3, "max_seen": 3, "bound": 4}
-    assert body["replay"]["num_dropped"] == 6
-    assert body["eval"] == {"before": 0.31, "latest": 0.8, "latest_step": 5}
-    assert body["config"] == {"objective": "so-grpo"}
+# --- who may come in ----------------------------------------------------------------------------
 
 
-async def test_status_is_answered_before_any_section_was_written():
-    answer = await get("/v1/status", sections={})
-    assert answer.status_code == 200
-    assert answer.json()["learning"]["reward"] is None
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/"])
+async def test_probes_and_the_page_need_no_token(path: str):
+    assert (await ask(build(tokens=TOKENS), path)).status_code == 200
 
 
-async def test_a_status_reads_back_as_the_snapshot_it_was_made_from():
-    answer = await get("/v1/status")
+@pytest.mark.parametrize("path", ["/v1/status", "/metrics", "/v1/openapi.json", "/v1/none", "/v1"])
+async def test_without_a_token_nothing_else_answers(path: str):
+    answer = await ask(build(tokens=TOKENS), path)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == 'Bearer realm="leeway"'
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize(
+    "given", ["Bearer wrong", "Basic read-token-0123456789", "Bearer", "read-token-0123456789", "é"]
+)
+async def test_a_wrong_token_is_told_apart_from_a_missing_one(given: str):
+    headers = {"authorization": given.encode("latin-1")}
+    answer = await ask(build(tokens=TOKENS), "/v1/status", headers=headers)
+    assert answer.status_code == 401
+    assert "is no token of this run" in answer.json()["detail"]
+
+
+async def test_the_read_token_reads_and_does_not_control():
+    app = build(tokens=TOKENS)
+    read = await ask(app, "/v1/status", headers=bearer(TOKENS.read))
+    assert (read.status_code, read.headers["leeway-scope"]) == (200, "read")
+    refused = await ask(app, "/v1/control/pause", "POST", headers=bearer(TOKENS.read))
+    assert refused.status_code == 403
+    assert refused.json()["title"] == "The token may not do this"
+
+
+async def test_the_control_token_does_both():
+    replay = FakeReplay()
+    app = build(replay, tokens=TOKENS)
+    read = await ask(app, "/v1/status", headers=bearer(TOKENS.control))
+    assert (read.status_code, read.headers["leeway-scope"]) == (200, "control")
+    assert (await ask(app, "/v1/control/pause", "POST", headers=bearer(TOKENS.control))).is_success
+    assert replay.paused == [True]
+
+
+def test_tokens_are_generated_once_and_only_their_owner_reads_them(tmp_path: Path):
+    first, is_new = tokens_of(tmp_path, {})
+    assert is_new and first.read != first.control and len(first.read) >= 32
+    assert tokens_of(tmp_path, {}) == (first, False)
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    assert first.read not in repr(first)
+
+
+def test_tokens_of_the_environment_go_before_the_file(tmp_path: Path):
+    given = {"LEEWAY_API_READ_TOKEN": "r" * 16, "LEEWAY_API_CONTROL_TOKEN": "c" * 16}
+    assert tokens_of(tmp_path, given) == (Tokens("r" * 16, "c" * 16), False)
+    assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("read", "control", "words"),
+    [("short", "c" * 16, "at least 16"), ("a" * 16, "a" * 16, "are the same")],
+)
+def test_tokens_that_protect_nothing_are_refused(
+    tmp_path: Path, read: str, control: str, words: str
+):
+    given = {"LEEWAY_API_READ_TOKEN": read, "LEEWAY_API_CONTROL_TOKEN": control}
+    with pytest.raises(ConfigurationError, match=words):
+        tokens_of(tmp_path, given)
+
+
+async def test_the_sixth_request_of_a_second_is_refused_where_five_are_allowed():
+    app = build(config=load(None, ["api.max_requests_per_s=5"]))
+    statuses = [(await ask(app, "/v1/status")).status_code for _ in range(11)]
+    # A second may end in between, but never two.
+    assert statuses[:5] == [200] * 5
+    assert 429 in statuses
+    refused = await ask(app, "/livez")
+    assert refused.status_code == 200
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_body_above_the_limit_is_413(is_chunked: bool):
+    async def chunks():
+        yield b"x" * 2000
+
+    app = build(config=load(None, ["api.max_body_bytes=1024"]))
+    content = chunks() if is_chunked else b"x" * 2000
+    answer = await ask(app, "/v1/slots", "POST", content=content)
+    assert answer.status_code == 413
+    assert "1024 bytes" in answer.json()["detail"]
+
+
+# --- the status ---------------------------------------------------------------------------------
+
+
+async def test_the_status_reads_back_as_the_snapshot_it_was_made_from():
+    answer = await ask(build(), "/v1/status")
     snapshot = msgspec.json.decode(answer.content, type=Snapshot)
     assert snapshot.learning.reward == 0.5
     assert snapshot.generated_tokens_per_s == 3000.0
+    assert models.Status.model_validate_json(answer.content).config == {"objective": "so-grpo"}
 
 
 def test_the_status_model_has_the_fields_of_the_snapshot():
@@ -149,68 +311,236 @@ def _pairs(
     return found
 
 
-@pytest.mark.parametrize("path", ["/v1/status", "/metrics"])
+async def test_two_hundred_at_once_cost_one_read_of_redis():
+    replay = FakeReplay(delay_s=0.01)
+    app = build(replay)
+    answers = await asyncio.gather(*(ask(app, "/v1/status") for _ in range(200)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert replay.num_asked == 1
+
+
+async def test_after_a_moment_redis_is_read_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "REFRESH_S", 0.0)
+    replay = FakeReplay()
+    app = build(replay)
+    for _ in range(3):
+        await ask(app, "/v1/status")
+    assert replay.num_asked == 3
+
+
+async def test_who_has_the_answer_already_gets_304():
+    app = build()
+    first = await ask(app, "/v1/policy")
+    again = await ask(app, "/v1/policy", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    other = await ask(app, "/v1/policy", headers={"if-none-match": '"else"'})
+    assert other.status_code == 200
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+async def test_two_workers_are_added_up():
+    body = (await ask(build(), "/v1/rollouts")).json()
+    assert body["num_episodes_in_flight"] == 6
+    assert body["episodes_by_stage"] == {"generating": {"10s": 4}, "searching": {"1m": 2}}
+    assert body["stop_reasons"] == {"answer": 20, "turns": 4}
+    assert body["failures"] == {"timeout": 2}
+    assert (body["retriever"], body["workers"][0]["retriever"]["mean_s"]) == ("healthy", 0.5)
+
+
+async def test_a_retriever_whose_newest_search_failed_is_failing():
+    failing = {**WORKER, "retriever": {**WORKER["retriever"], "last_error": "timeout"}}
+    board = FakeBoard({**SECTIONS, "rollout": {"worker-0": failing}})
+    assert (await ask(build(board=board), "/v1/rollouts")).json()["retriever"] == "failing"
+
+
+async def test_an_engine_at_6_is_one_behind_a_learner_at_7():
+    body = (await ask(build(), "/v1/policy")).json()
+    assert body["engines"][0]["num_behind"] == 1
+    assert body["live_versions"] == {"6": 1}
+
+
+async def test_the_buffer_tells_its_wait_split_and_staleness():
+    body = (await ask(build(), "/v1/replay")).json()
+    assert body["size"] == 6
+    assert body["wait_split"]["rollout"] == {
+        "waiting_s": 10.0,
+        "working_s": 30.0,
+        "waiting_share": 0.25,
+    }
+    assert (body["staleness_histogram"], body["staleness_over"]) == ({"0": 3, "1": 5}, 2)
+    assert body["limiter"] == "nobody is held back"
+    assert "url" not in body["limits"]
+
+
+async def test_steps_are_read_page_by_page():
+    app = build()
+    page = (await ask(app, "/v1/learner/steps?after=2&limit=3")).json()
+    assert [line["step"] for line in page["items"]] == [3, 4, 5]
+    assert (await ask(app, "/v1/learner/steps?after=7")).json()["items"] == []
+
+
+# --- probes -------------------------------------------------------------------------------------
+
+
+async def test_ready_is_who_has_an_engine_within_the_window():
+    assert (await ask(build(), "/readyz")).status_code == 200
+
+
+async def test_an_engine_that_answers_is_ready_though_its_section_is_a_second_old():
+    engines = {"engine-1": {"version": 2, "num_requests": 9}}
+    board = FakeBoard({**SECTIONS, "policy": engines})
+    assert (await ask(build(board=board), "/readyz")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("engines", "words"),
+    [
+        ({}, "no engine has registered yet"),
+        ({"engine-1": {"version": None}}, "engine-1 holds no version yet"),
+        ({"engine-1": {"version": 2}}, "holds version 2, the learner is at 7 and the bound is 4"),
+    ],
+)
+async def test_an_engine_without_a_version_to_sample_from_is_not_ready(
+    engines: dict[str, Any], words: str
+):
+    board = FakeBoard({**SECTIONS, "policy": engines})
+    answer = await ask(build(board=board), "/readyz")
+    assert answer.status_code == 503
+    assert words in answer.json()["reasons"][0]
+
+
+async def test_a_process_without_redis_lives_and_is_not_ready():
+    app = build(FakeReplay(StoreUnavailable("no answer from 10.0.0.1:6379")))
+    assert (await ask(app, "/livez")).status_code == 200
+    for path in ("/readyz", "/startupz"):
+        answer = await ask(app, path)
+        assert answer.json() == {
+            "status": "not-ready",
+            "reasons": ["no answer from 10.0.0.1:6379"],
+        }
+
+
+# --- control and settings -----------------------------------------------------------------------
+
+
+async def test_a_checkpoint_is_asked_of_the_learner_and_accepted():
+    board = FakeBoard(SECTIONS)
+    answer = await ask(build(board=board), "/v1/control/checkpoint?wait_s=0", "POST")
+    assert answer.status_code == 202
+    assert answer.json()["state"] == "waiting"
+    assert list(board.asked) == ["checkpoint"]
+
+
+async def test_a_drain_closes_admission_first():
+    replay, board = FakeReplay(), FakeBoard(SECTIONS)
+    answer = await ask(build(replay, board), "/v1/control/drain", "POST")
+    assert (answer.status_code, replay.paused, list(board.asked)) == (202, [True], ["drain"])
+
+
+@pytest.mark.parametrize("action", ["drain", "checkpoint", "publish"])
+async def test_a_run_that_is_over_takes_no_request(action: str):
+    board = FakeBoard(SECTIONS, phase="done")
+    answer = await ask(build(board=board), f"/v1/control/{action}", "POST")
+    assert (answer.status_code, board.asked) == (409, {})
+
+
+async def test_a_setting_is_checked_as_the_configuration_is():
+    board = FakeBoard(SECTIONS)
+    body = {"values": {"learner.learning_rate": -1.0}}
+    answer = await ask(build(board=board), "/v1/settings", "PATCH", json=body)
+    assert answer.status_code == 422
+    assert "learner.learning_rate is -1" in answer.json()["detail"]
+    assert board.live.revision == 0
+
+
+async def test_a_key_that_is_fixed_names_those_that_are_not():
+    body = {"values": {"rollout.group_size": 4}}
+    answer = await ask(build(), "/v1/settings", "PATCH", json=body)
+    assert answer.status_code == 422
+    assert "learner.learning_rate" in answer.json()["detail"]
+
+
+async def test_a_change_raises_the_revision_and_becomes_an_event():
+    board = FakeBoard(SECTIONS)
+    body = {"values": {"learner.num_steps": 80}}
+    answer = (await ask(build(board=board), "/v1/settings", "PATCH", json=body)).json()
+    steps = next(one for one in answer["settings"] if one["key"] == "learner.num_steps")
+    assert (answer["revision"], steps["value"], steps["started_with"]) == (1, 80, 60)
+    assert answer["is_applied"] is False
+    assert board.told == [("settings", "revision 1: learner.num_steps = 80")]
+
+
+async def test_a_change_of_settings_that_are_others_by_now_is_412():
+    board = FakeBoard(SECTIONS)
+    app = build(board=board)
+    tag = (await ask(app, "/v1/settings")).headers["etag"]
+    body = {"values": {"learner.num_steps": 80}}
+    first = await ask(app, "/v1/settings", "PATCH", json=body, headers={"if-match": tag})
+    second = await ask(app, "/v1/settings", "PATCH", json=body, headers={"if-match": tag})
+    assert (first.status_code, second.status_code) == (200, 412)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/metrics", "/v1/replay"])
 async def test_no_redis_is_503_with_the_reason(path: str):
-    answer = await get(path, FakeReplay(StoreUnavailable("no answer from 10.0.0.1:6379")))
+    answer = await ask(build(FakeReplay(StoreUnavailable("no answer from 10.0.0.1:6379"))), path)
     assert answer.status_code == 503
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["detail"] == "no answer from 10.0.0.1:6379"
 
 
 async def test_a_redis_that_hangs_is_503_after_the_deadline(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(api, "ANSWER_TIMEOUT_S", 0.05)
-    answer = await get("/v1/status", FakeReplay(delay_s=5))
+    monkeypatch.setattr(reader, "ANSWER_TIMEOUT_S", 0.05)
+    answer = await ask(build(FakeReplay(delay_s=5)), "/v1/status")
     assert answer.status_code == 503
     assert "0.05 s" in answer.json()["detail"]
 
 
-async def test_an_unknown_path_is_a_problem_too():
-    answer = await get("/v2/status")
-    assert answer.status_code == 404
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/status", 404),
+        ("GET", "/v1/runs/none", 404),
+        ("GET", "/v1/trajectories/none", 404),
+        ("DELETE", "/v1/status", 405),
+        ("GET", "/v1/learner/steps?limit=0", 422),
+        ("GET", "/v1/events?after=x", 422),
+    ],
+)
+async def test_every_error_is_a_problem(method: str, path: str, status: int):
+    answer = await ask(build(), path, method)
+    assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json()["detail"] == "GET /v2/status: Not Found"
+    models.Problem.model_validate_json(answer.content)
 
 
 async def test_an_unexpected_error_does_not_show_its_message():
-    answer = await get("/v1/status", FakeReplay(RuntimeError("redis://:secret@host")))
+    answer = await ask(build(FakeReplay(RuntimeError("redis://:secret@host"))), "/v1/status")
     assert answer.status_code == 500
     assert "secret" not in answer.text
 
 
-async def test_metrics_are_prometheus_text():
-    text = (await get("/metrics")).text
-    assert "leeway_step 7.0\n" in text
-    assert 'leeway_engine_pause_seconds{engine="engine-1"} 0.012\n' in text
-    assert 'leeway_groups_dropped_total{reason="retriever"} 5.0\n' in text
-    assert 'leeway_run_info{name="demo",phase="training"} 1.0\n' in text
-
-
-async def test_metrics_leave_out_what_is_not_known():
-    text = (await get("/metrics", sections={})).text
-    assert "leeway_reward" not in text
-    assert "leeway_replay_ready 2.0\n" in text
-
-
-def test_metric_names_carry_the_prefix():
-    assert all(name.startswith("leeway_") for name in GAUGES)
+# --- serving ------------------------------------------------------------------------------------
 
 
 def test_a_served_app_answers_on_a_free_port_and_closes_its_clients_when_it_ends():
     board = FakeBoard(SECTIONS)
-    app = api.create_app(board, FakeReplay(), {})
-    address, stop = api.serve_in_thread(app, "127.0.0.1", 0)
-    assert httpx.get(f"{address}/healthz").status_code == 200
+    address, stop = api.serve_in_thread(build(board=board), "127.0.0.1", 0)
+    assert httpx.get(f"{address}/livez").status_code == 200
     stop()
     assert board.is_closed
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"{address}/healthz", timeout=1)
+        httpx.get(f"{address}/livez", timeout=1)
 
 
 def test_a_taken_port_is_named():
-    app = api.create_app(FakeBoard(SECTIONS), FakeReplay(), {})
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"api.port = {port} cannot be used"):
-            api.serve_in_thread(app, "127.0.0.1", port)
+            api.serve_in_thread(build(), "127.0.0.1", port)

@@ -1,0 +1,118 @@
+"""What stands in front of every route: who may come in, how often, and with how much.
+
+    request -> path of /v1 or /metrics? -> rate of its client -> token -> scope -> size of the body
+
+GET, HEAD and OPTIONS need the read scope, every other method the control scope. A request is
+refused before its body is read or its path is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from limits import RateLimitItemPerSecond
+from limits.storage import MemoryStorage
+from limits.strategies import FixedWindowRateLimiter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from leeway.services.api.auth import Scope as TokenScope
+from leeway.services.api.auth import Tokens
+from leeway.services.api.problems import problem
+from leeway.services.config import ApiConfig
+
+SCOPE_HEADER: Final = b"leeway-scope"
+"""Names the scope of the token in every answer, so that a page knows which buttons to show."""
+
+_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="leeway"'}
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+class Gate:
+    """ASGI middleware. `tokens` None lets everybody in, with the control scope."""
+
+    def __init__(self, app: App, config: ApiConfig, tokens: Tokens | None) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._max_body_bytes = int(config.max_body_bytes)
+        self._rate = RateLimitItemPerSecond(config.max_requests_per_s)
+        self._limiter = FixedWindowRateLimiter(MemoryStorage())
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _is_guarded(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        client = scope["client"][0] if scope.get("client") else "unknown"
+        if not self._limiter.hit(self._rate, client):
+            detail = f"more than {self._rate.amount} requests a second (api.max_requests_per_s)"
+            await problem(429, detail, {"Retry-After": "1"})(scope, receive, send)
+            return
+        authorization = request.headers.get("authorization")
+        found = "control" if self._tokens is None else self._tokens.scope_of(authorization)
+        if found is None:
+            what = "is no token of this run" if authorization else "is missing"
+            detail = f"the header Authorization: Bearer TOKEN {what}"
+            await problem(401, detail, _CHALLENGE)(scope, receive, send)
+            return
+        await self._let_in(found, request, receive, _scoped(send, found))
+
+    async def _let_in(
+        self, found: TokenScope, request: Request, receive: Receive, send: Send
+    ) -> None:
+        scope = request.scope
+        if found == "read" and request.method not in _READING:
+            detail = "this token may read; what changes the run needs the control token"
+            await problem(403, detail)(scope, receive, send)
+            return
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._max_body_bytes:
+            await self._refuse_body(scope, receive, send)
+            return
+        await self._app(scope, _limited(receive, self._max_body_bytes), send)
+
+    async def _refuse_body(
+        self, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
+        detail = _size_sentence(self._max_body_bytes)
+        # What is left of the body is not read: the connection cannot serve another request.
+        await problem(413, detail, {"Connection": "close"})(scope, receive, send)
+
+
+def _size_sentence(max_bytes: int) -> str:
+    return f"a body may have {max_bytes} bytes (api.max_body_bytes)"
+
+
+def _is_guarded(path: str) -> bool:
+    return path == "/metrics" or path == "/v1" or path.startswith("/v1/")
+
+
+def _scoped(send: Send, found: TokenScope) -> Send:
+    header = (SCOPE_HEADER, found.encode())
+
+    async def forward(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), header]
+        await send(message)
+
+    return forward
+
+
+def _limited(receive: Receive, max_bytes: int) -> Receive:
+    num_bytes = 0
+
+    async def forward() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise HTTPException(413, _size_sentence(max_bytes), {"Connection": "close"})
+        return message
+
+    return forward

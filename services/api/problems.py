@@ -1,0 +1,108 @@
+"""Every error of the API as RFC 9457 application/problem+json, and how openapi.json tells of them.
+
+What a part raises on purpose is translated here and nowhere else:
+
+    ConfigurationError, DataError    422, the sentence
+    SlotExpired                      409, the sentence
+    StoreUnavailable                 503, the sentence
+    any other LeewayError            500, the sentence
+    anything else                    500, without a word of it: it may hold what is secret
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from leeway.replay.errors import (
+    ConfigurationError,
+    DataError,
+    LeewayError,
+    SlotExpired,
+    StoreUnavailable,
+)
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE: Final = "application/problem+json"
+
+TITLES: Final[dict[int, str]] = {
+    400: "The request cannot be read",
+    401: "No token",
+    403: "The token may not do this",
+    404: "There is no such thing",
+    405: "The method is not allowed here",
+    409: "Not now",
+    412: "Changed meanwhile",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    422: "The request is malformed",
+    429: "Too many requests",
+    500: "Internal error",
+    503: "Not available now",
+}
+
+
+def problem(
+    status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any
+) -> Response:
+    """An error answer; `more` are members besides type, title, status and detail."""
+    title = TITLES.get(status, "Error")
+    body = {"type": "about:blank", "title": title, "status": status, "detail": detail, **more}
+    # A request may hold half of a character, which no answer could carry.
+    text = json.dumps(body, ensure_ascii=True)
+    return Response(text, status, dict(headers or {}), media_type=MEDIA_TYPE)
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that may give these errors."""
+    reference = {"schema": {"$ref": "#/components/schemas/Problem"}}
+    return {
+        status: {"description": TITLES[status], "content": {MEDIA_TYPE: reference}}
+        for status in statuses
+    }
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Translate everything that a route may raise."""
+
+    @app.exception_handler(LeewayError)
+    async def failed(request: Request, error: LeewayError) -> Response:
+        return _of_ours(error)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        detail = f"{request.method} {request.url.path}: {error.detail}"
+        return problem(error.status_code, detail, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        return problem(422, _first_complaint(error))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return problem(500, f"{type(error).__name__}; see the log of the API")
+
+
+def _of_ours(error: LeewayError) -> Response:
+    if isinstance(error, ConfigurationError | DataError):
+        return problem(422, str(error))
+    if isinstance(error, SlotExpired):
+        return problem(409, str(error))
+    if isinstance(error, StoreUnavailable):
+        return problem(503, str(error), {"Retry-After": "1"})
+    log.error("answered 500", exc_info=error)
+    return problem(500, str(error))
+
+
+def _first_complaint(error: RequestValidationError) -> str:
+    """`query.limit: Input should be less than or equal to 1000`; the input itself is not told."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}"[:500]

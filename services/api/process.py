@@ -1,0 +1,59 @@
+"""The API as a process of its own: `leeway api FILE --run-dir DIR`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Final
+
+import uvicorn
+
+from leeway.services.api.app import address_of, connect_app, listen
+from leeway.services.api.auth import FILE, tokens_of
+from leeway.services.config import RunConfig
+from leeway.services.layout import RunDirectory, RunState
+from leeway.services.processes.joining import redis_url_of
+
+log = logging.getLogger(__name__)
+
+GRACE_S: Final = 5
+"""How long answers under way may take after SIGTERM; streams end then."""
+
+
+def serve_api(config: RunConfig, run: RunDirectory) -> int:
+    """Serve on `api.host` and `api.port` until SIGTERM or Ctrl-C; exit code 0. It needs no Redis to
+    start: `/readyz` says whether one answers. Raises ConfigurationError for a port that is taken.
+    """
+    tokens, are_new = tokens_of(run.root) if config.api.auth else (None, False)
+    app = connect_app(redis_url_of(config), run.root, config, tokens)
+    listener = listen(config.api.host, config.api.port)
+    address = address_of(config.api.host, listener.getsockname()[1])
+    _write_state(config, run, address)
+    log.info("the API listens on %s", address)
+    if tokens is not None and are_new:
+        # Once, to who started it, and into no log.
+        print(f"read token     {tokens.read}\ncontrol token  {tokens.control}", flush=True)
+        print(f"both are kept in {run.root / FILE}", flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises the signal again when it has ended, for the handler that was here before.
+        signal.signal(number, lambda *_: None)
+    settings = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
+    return 0
+
+
+def _write_state(config: RunConfig, run: RunDirectory, address: str) -> None:
+    """So that `leeway status DIR` finds it."""
+    before = run.read_state()
+    run.write_state(
+        RunState(
+            name=config.name,
+            started_at=before.started_at if before else time.time(),
+            pids={**(before.pids if before else {}), "api": os.getpid()},
+            api_address=address,
+        )
+    )

@@ -1,0 +1,129 @@
+"""Steering the run: pause, resume, drain, checkpoint, publish.
+
+Admission is the buffer's, so the API opens and closes it itself. The rest is a request on the run
+board, which the learner takes up between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, HTTPException, Path, Query, Response
+
+from leeway.replay.run_records import Action, ControlRequest
+from leeway.services.api.examples import example
+from leeway.services.api.problems import documented
+from leeway.services.api.resources import ControlAnswer
+from leeway.services.api.served import Served
+
+TAKE_UP_S: Final = 600.0
+"""Within which the learner may take up a request; a step may be long."""
+LOOK_S: Final = 0.1
+
+WaitS = Annotated[float, Query(ge=0, le=30)]
+
+_AWAITED: Final[dict[Action, str]] = {
+    "drain": "admission is closed; the learner trains what is left, writes a checkpoint and ends",
+    "checkpoint": "the learner writes it after the step it is in",
+    "publish": "the learner sends its version to every engine after the step it is in",
+}
+
+
+def control_router(served: Served) -> APIRouter:
+    """`/v1/control`."""
+    router = APIRouter(prefix="/v1/control", tags=["control"])
+    accepted = {
+        **example("control"),
+        202: {"model": ControlAnswer, "description": "Accepted; ask again for the answer"},
+        **documented(409),
+    }
+
+    @router.post("/pause", responses=example("paused"))
+    async def pause() -> ControlAnswer:
+        """Close admission. Groups in play are played to their end, and what is buffered is trained;
+        then the learner waits, for as long as the pause lasts.
+        """
+        return await _set_paused(served, True)
+
+    @router.post("/resume", responses=example("paused"))
+    async def resume() -> ControlAnswer:
+        """Open admission again."""
+        return await _set_paused(served, False)
+
+    @router.post("/drain", responses=accepted)
+    async def drain(response: Response, wait_s: WaitS = 0) -> ControlAnswer:
+        """Close admission, train what is left, write a checkpoint, and end the run as if
+        learner.num_steps were reached. It can be resumed.
+        """
+        await _check_runs(served)
+        await served.replay.pause_admission(True)
+        return await _ask(served, "drain", response, wait_s)
+
+    @router.post("/checkpoint", responses=accepted)
+    async def checkpoint(response: Response, wait_s: WaitS = 5) -> ControlAnswer:
+        """Write a checkpoint now. `wait_s`: how long to wait for the answer."""
+        await _check_runs(served)
+        return await _ask(served, "checkpoint", response, wait_s)
+
+    @router.post("/publish", responses=accepted)
+    async def publish(response: Response, wait_s: WaitS = 5) -> ControlAnswer:
+        """Send the learner's version to every engine now. `wait_s`: how long to wait for it."""
+        await _check_runs(served)
+        return await _ask(served, "publish", response, wait_s)
+
+    @router.get("/{action}", responses=example("control"))
+    async def latest(
+        action: Annotated[Literal["drain", "checkpoint", "publish"], Path()],
+    ) -> ControlAnswer:
+        """How far the latest request of this kind is."""
+        request = await served.board.request(action)
+        if request is None:
+            raise HTTPException(404, "nobody has asked for it in this run")
+        return _answer_of(request)
+
+    return router
+
+
+async def _check_runs(served: Served) -> None:
+    look = await served.reader.look()
+    if look.phase in (None, "evaluating-after", "done"):
+        raise HTTPException(409, "no learner would take it up: training is over, or has not begun")
+
+
+async def _set_paused(served: Served, paused: bool) -> ControlAnswer:
+    now = time.time()
+    await served.replay.pause_admission(paused)
+    text = "admission is closed" if paused else "admission is open"
+    await served.board.append_event("control", text)
+    return ControlAnswer(
+        action="pause" if paused else "resume",
+        request_id=None,
+        state="done",
+        detail=text,
+        asked_at=now,
+        deadline_at=None,
+    )
+
+
+async def _ask(served: Served, action: Action, response: Response, wait_s: float) -> ControlAnswer:
+    request = await served.board.ask(action, _AWAITED[action], TAKE_UP_S)
+    ends_at = time.monotonic() + wait_s
+    while request.is_open and time.monotonic() < ends_at:
+        await asyncio.sleep(LOOK_S)
+        found = await served.board.request(action)
+        request = request if found is None else found
+    response.status_code = 202 if request.is_open else 200
+    return _answer_of(request)
+
+
+def _answer_of(request: ControlRequest) -> ControlAnswer:
+    return ControlAnswer(
+        action=request.action,
+        request_id=request.request_id,
+        state=request.state,
+        detail=request.detail,
+        asked_at=request.asked_at,
+        deadline_at=request.deadline_at,
+    )

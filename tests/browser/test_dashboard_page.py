@@ -1,0 +1,417 @@
+"""The dashboard in a browser, over a run that goes on while it is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from leeway.replay.server import EmbeddedRedis
+
+from .conftest import WAIT_MS, opened
+from .site import Site, TurnText
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from playwright.async_api import Browser, Page
+
+    from .conftest import Seen
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUESTION, QUESTION_ID = "In what year was Alvar Aalto born?", "rf-0"
+OTHER_QUESTION, OTHER_ID = "In what year was Kareem Abdul-Jabbar born?", "rf-4"
+HOSTILE = "<img src=x onerror=alert(1)> 1898"
+TURNS: list[TurnText] = [
+    (
+        "search",
+        "<think>look him up</think><search>Alvar Aalto</search>",
+        f'\n<information>\nDoc 1: "Alvar Aalto" {HOSTILE}\n</information>\n',
+    ),
+    ("answer", "<think>found it</think><answer>1898</answer>", ""),
+]
+RUNS = count()
+PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
+VIOLATIONS = """
+window.violations = [];
+addEventListener('securitypolicyviolation', event =>
+  window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
+"""
+
+
+NewSite = Callable[..., Awaitable[Site]]
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new_site(redis_url: str, tmp_path: Path) -> AsyncIterator[NewSite]:
+    """Makes runs that have just started; ends them."""
+    sites: list[Site] = []
+
+    async def make(port: int = 0) -> Site:
+        sites.append(Site(tmp_path, redis_url, f"run-{next(RUNS)}", port))
+        await sites[-1].begin()
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        await site.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def site(new_site: NewSite) -> Site:
+    """A run at step 2."""
+    site = await new_site()
+    await site.set_phase("training")
+    await site.note("run", "started")
+    await site.report_engine("engine-1", version=1)
+    await site.report_worker(wait_share=0.71)
+    await site.learn(1, reward=0.25)
+    await site.learn(2, reward=0.5)
+    await site.play(QUESTION_ID, TURNS)
+    return site
+
+
+@asynccontextmanager
+async def looking(
+    browser: Browser, site: Site, *, token: str | None = None, **context: Any
+) -> AsyncIterator[tuple[Page, Seen]]:
+    """The page, live."""
+    async with opened(
+        browser, f"{site.url}/#token={token or site.read_token}", init=VIOLATIONS, **context
+    ) as (page, seen):
+        await state(page, "live")
+        yield page, seen
+
+
+async def state(page: Page, name: str) -> None:
+    await page.locator(f"#connection[data-state='{name}']").wait_for()
+
+
+async def tile(page: Page, label: str) -> str:
+    row = page.locator("#tiles .tile", has=page.locator(f"dt:text-is('{label}')"))
+    return await row.locator("dd").inner_text()
+
+
+async def until(page: Page, expression: str) -> None:
+    """Wait until it is true. Playwright's own wait_for_function needs what the policy refuses."""
+    async with asyncio.timeout(WAIT_MS / 1000):
+        while not await page.evaluate(expression):
+            await asyncio.sleep(0.05)
+
+
+async def shows(page: Page, selector: str, text: str) -> None:
+    """Wait until an element that the selector finds contains the text."""
+    await page.locator(selector, has_text=text).first.wait_for()
+
+
+# --- a live run ---
+
+
+async def test_it_shows_the_numbers_of_the_run(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, _):
+        await shows(page, "#step-now", "Step 2")
+        assert await tile(page, "Reward") == "0.500"
+        assert await tile(page, "Exact match") == "0.250"
+        assert await tile(page, "Clipped tokens") == "2.1 %"
+        assert await tile(page, "Trained") == "400"
+        await shows(page, "#phase", "training")
+        await shows(page, "#engines td", "engine-1")
+        await shows(page, "#engines td", "1 −1")
+        await shows(page, "#loop .wait-label", "waits 71 %")
+        await shows(page, "#events li", "started")
+        assert await page.locator("#charts canvas").count() == 5
+
+
+async def test_a_step_shows_when_it_ends(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, _):
+        await site.learn(3, reward=0.75)
+        await shows(page, "#step-now", "Step 3")
+        await shows(page, "#charts .legend", "reward 0.750")
+        assert await tile(page, "Reward") == "0.750"
+
+
+async def test_a_chart_tells_the_step_that_is_pointed_at(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, _):
+        plot = page.locator("#charts .u-over").first
+        await plot.hover(position={"x": 3, "y": 40})
+        await shows(page, "#charts .legend", "reward 0.250")
+
+
+async def test_the_share_of_each_staleness_is_told(browser: Browser, site: Site):
+    await site.learn(3, reward=0.5, ages={0: 4, 3: 12})
+    async with looking(browser, site) as (page, _):
+        await shows(page, "#charts .legend", "step 3 · 3: 75 %, 0: 25 %")
+
+
+async def test_a_trajectory_can_be_read_turn_by_turn(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, seen):
+        await shows(page, "#trajectory h3", QUESTION)
+        await shows(page, "#trajectory h4", "Turn 1: search")
+        assert await page.locator("#trajectory mark.search").inner_text() == "Alvar Aalto"
+        assert await page.locator("#trajectory mark.answer").inner_text() == "1898"
+        thoughts = await page.locator("#trajectory mark.thought").all_inner_texts()
+        assert thoughts == ["look him up", "found it"]
+        await page.get_by_text("1 passage found").click()
+        passage = await page.locator("#trajectory .observed").inner_text()
+        # What a document says is text, whatever it looks like.
+        assert passage == f"Alvar Aalto\n{HOSTILE}"
+        assert await page.locator("#trajectory img").count() == 0
+        assert seen.console == []
+
+
+async def test_a_new_trajectory_heads_the_list(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, _):
+        await site.play(OTHER_ID, TURNS)
+        first = page.locator("#trajectory-list li").first
+        await first.get_by_text(OTHER_QUESTION).wait_for()
+        # The one that is being read stays.
+        await shows(page, "#trajectory h3", QUESTION)
+        await first.locator("button").click()
+        await shows(page, "#trajectory h3", OTHER_QUESTION)
+
+
+async def test_before_the_first_step_it_says_so(browser: Browser, new_site: NewSite):
+    fresh = await new_site()
+    async with looking(browser, fresh) as (page, seen):
+        await shows(page, "#step-now", "No step yet")
+        assert await page.locator("#charts .empty").all_inner_texts() == ["No step yet"] * 5
+        assert await tile(page, "Reward") == "–"
+        await shows(page, "#trajectory-list", "None yet")
+        await shows(page, "#engines", "No engine has reported yet")
+        assert seen.exceptions == []
+        await fresh.learn(1, reward=0.25)
+        await shows(page, "#step-now", "Step 1")
+
+
+# --- the server goes and comes ---
+
+
+async def test_it_survives_a_restart_of_the_server(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, seen):
+        site.stop()
+        await state(page, "gone")
+        await shows(page, "#banner", "The API cannot be reached")
+        await shows(page, "#step-now", "Step 2")
+        await site.learn(3, reward=0.75)
+        await site.note("checkpoint", "step 3 is on disk")
+        site.start()
+        await state(page, "live")
+        await shows(page, "#step-now", "Step 3")
+        await shows(page, "#events li", "step 3 is on disk")
+        await page.locator("#banner").wait_for(state="hidden")
+        assert await page.locator("#events li", has_text="started").count() == 1
+        assert seen.exceptions == []
+
+
+async def test_a_redis_that_is_away_is_named_until_it_is_back(browser: Browser, tmp_path: Path):
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    site = Site(tmp_path, server.url, "run")
+    try:
+        await site.begin()
+        await site.learn(1, reward=0.25)
+        async with looking(browser, site) as (page, seen):
+            server.stop()
+            await page.reload()
+            await shows(page, "#banner", "The API says: Redis gave no answer within")
+            await state(page, "waiting")
+            server = EmbeddedRedis.start(tmp_path / "redis")
+            await state(page, "live")
+            await shows(page, "#step-now", "Step 1")
+            assert seen.exceptions == []
+    finally:
+        await site.close()
+        server.stop()
+
+
+async def test_another_run_at_the_same_address_shows_itself_and_nothing_of_the_one_before(
+    browser: Browser, site: Site, new_site: NewSite
+):
+    other = await new_site()
+    await other.note("run", "the other one")
+    await other.learn(1, reward=0.125)
+    other.stop()
+    await site.note("run", "later than anything of the other one")
+    async with looking(browser, site) as (page, _):
+        await shows(page, "#events li", "later than anything")
+        site.stop()
+        await state(page, "gone")
+        other.port = site.port
+        other.start()
+        await shows(page, "#run-name", other.run)
+        await shows(page, "#charts .legend", "reward 0.125")
+        await shows(page, "#events li", "the other one")
+        assert await page.locator("#events li").count() == 1
+        await shows(page, "#trajectory-list", "None yet")
+
+
+async def test_a_page_that_nobody_looks_at_lets_go_and_catches_up_when_it_is_seen(
+    browser: Browser, site: Site
+):
+    see = (
+        "value => {"
+        " Object.defineProperty(document, 'visibilityState', {value, configurable: true});"
+        " document.dispatchEvent(new Event('visibilitychange')); }"
+    )
+    async with looking(browser, site) as (page, _):
+        await page.clock.install()
+        await page.reload()
+        await state(page, "live")
+        await page.evaluate(see, "hidden")
+        await page.clock.fast_forward(61_000)
+        await site.learn(3, reward=0.75)
+        await asyncio.sleep(0.5)
+        await shows(page, "#step-now", "Step 2")
+        await page.evaluate(see, "visible")
+        await shows(page, "#step-now", "Step 3")
+
+
+# --- tokens and control ---
+
+
+async def test_without_a_token_it_asks_for_one(browser: Browser, site: Site):
+    async with opened(browser, site.url) as (page, _):
+        await page.locator("#token-dialog[open]").wait_for()
+        await page.get_by_label("Token", exact=True).fill("wrong")
+        await page.keyboard.press("Enter")
+        await shows(page, "#token-problem", "The API refused that token")
+        assert await page.evaluate("sessionStorage.getItem('leeway-token')") is None
+        await page.get_by_label("Token", exact=True).fill(site.read_token)
+        await page.keyboard.press("Enter")
+        await state(page, "live")
+        assert not await page.locator("#token-dialog").is_visible()
+        await page.reload()
+        await state(page, "live")
+        assert site.read_token not in page.url
+
+
+async def test_a_read_token_has_no_buttons(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, _):
+        await shows(page, "#step-now", "Step 2")
+        assert not await page.locator("#controls").is_visible()
+
+
+async def test_a_control_token_steers_the_run_after_a_question(browser: Browser, site: Site):
+    async with looking(browser, site, token=site.control_token) as (page, _):
+        await page.get_by_role("button", name="Checkpoint").click()
+        assert await page.evaluate("document.activeElement.id") == "confirm-no"
+        await page.get_by_role("button", name="Leave it").click()
+        assert await site.requests() == set()
+        await page.get_by_role("button", name="Checkpoint").click()
+        await page.get_by_role("button", name="Write it").click()
+        await shows(page, "#control-answer", "the learner writes it after the step it is in")
+        assert await site.requests() == {"checkpoint"}
+
+
+async def test_a_paused_run_says_so_and_can_be_resumed(browser: Browser, site: Site):
+    async with looking(browser, site, token=site.control_token) as (page, _):
+        assert await page.get_by_role("button", name="Resume").is_disabled()
+        await page.get_by_role("button", name="Pause").click()
+        await page.locator("#confirm-yes").click()
+        await shows(page, "#phase", "admission paused")
+        assert await site.admission_is_paused()
+        assert await page.get_by_role("button", name="Pause").is_disabled()
+        await page.get_by_role("button", name="Resume").click()
+        await page.locator("#confirm-yes").click()
+        await page.locator("#phase:text-is('training')").wait_for()
+        assert not await site.admission_is_paused()
+
+
+# --- the browser ---
+
+
+async def test_the_policy_is_kept_and_nothing_complains(browser: Browser, site: Site):
+    async with looking(browser, site, token=site.control_token) as (page, seen):
+        await page.locator("#charts .u-over").first.hover(position={"x": 5, "y": 30})
+        await page.get_by_label("Theme").select_option("dark")
+        await page.get_by_role("button", name="Pause").click()
+        await page.keyboard.press("Escape")
+        await page.locator("#trajectory-list button").first.click()
+        await site.learn(3, reward=0.75)
+        await shows(page, "#step-now", "Step 3")
+        assert await page.evaluate("window.violations") == []
+        assert (seen.console, seen.exceptions) == ([], [])
+
+
+async def test_the_policy_refuses_inline_script_and_style(browser: Browser, site: Site):
+    async with looking(browser, site) as (page, _):
+        await page.evaluate(
+            "() => { const s = document.createElement('script'); s.textContent = 'window.bad = 1';"
+            " document.body.append(s); document.body.setAttribute('style', 'color: red'); }"
+        )
+        await until(page, "window.violations.length === 2")
+        assert await page.evaluate("window.bad") is None
+
+
+async def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, site: Site):
+    await site.report_engine("engine-with-a-name-that-is-rather-long-0123456789abcdef", version=1)
+    await site.note("publish", "x" * 120)
+    await site.play("W" * 90, [("answer", "<answer>" + "w" * 200 + "</answer>", "")])
+    async with looking(browser, site, token=site.control_token, **PHONE) as (page, _):
+        await shows(page, "#events li", "xxx")
+        await page.locator("#trajectory-list button", has_text="WWW").click()
+        await shows(page, "#trajectory h3", "WWW")
+        assert await page.evaluate("document.documentElement.scrollWidth") == 360
+        wide = "[...document.querySelectorAll('button, select, h2, canvas, svg, dd, td, li')]"
+        wide += (
+            ".filter(node => node.getBoundingClientRect().right > 360).map(node => node.outerHTML)"
+        )
+        assert await page.evaluate(wide) == []
+        cut = "[...document.querySelectorAll('.block')].filter(b => b.scrollWidth > b.clientWidth)"
+        assert await page.evaluate(f"{cut}.length") == 0
+
+
+async def test_it_can_be_used_with_the_keyboard_alone(browser: Browser, site: Site):
+    async with looking(browser, site, token=site.control_token) as (page, _):
+        await shows(page, "#trajectory h3", QUESTION)
+        reached: list[str] = []
+        for _ in range(14):
+            await page.keyboard.press("Tab")
+            reached.append(
+                await page.evaluate(
+                    "(e => e.id || (e.dataset.trajectory && 'trajectory') || e.textContent)"
+                    "(document.activeElement)"
+                )
+            )
+        assert reached[0] == "Skip to the run"
+        for name in ("theme", "change-token", "Pause", "Checkpoint", "Publish", "trajectory"):
+            assert name in reached, reached
+        await page.locator("#trajectory-list button").focus()
+        await page.keyboard.press("Enter")
+        await until(page, "document.activeElement.id === 'trajectory'")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ground"), [("light", "rgb(247, 246, 243)"), ("dark", "rgb(18, 22, 26)")]
+)
+async def test_it_has_the_colours_of_the_system(
+    browser: Browser, site: Site, scheme: Any, ground: str
+):
+    async with looking(browser, site, color_scheme=scheme) as (page, _):
+        colour = "getComputedStyle(document.body).backgroundColor"
+        assert await page.evaluate(colour) == ground
+
+
+async def test_a_chosen_theme_goes_before_the_system_and_is_kept(browser: Browser, site: Site):
+    async with looking(browser, site, color_scheme="light") as (page, _):
+        line = "[...document.querySelector('#charts canvas').getContext('2d').getImageData(0, 0,"
+        line += " 400, 200).data].reduce((sum, value) => sum + value)"
+        before = await page.evaluate(line)
+        await page.get_by_label("Theme").select_option("dark")
+        assert await page.evaluate("getComputedStyle(document.body).colorScheme") == "dark"
+        await until(page, f"{line} !== {before}")
+        await page.reload()
+        await state(page, "live")
+        assert await page.get_by_label("Theme").input_value() == "dark"

@@ -1,0 +1,148 @@
+"""Live events: one reader for all, replay from an id, and an end for who does not listen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from leeway.replay.config import ReplayConfig
+from leeway.replay.errors import DataError
+from leeway.replay.memory_store import MemoryReplay
+from leeway.replay.run_board import Event
+from leeway.services.api import hub
+from leeway.services.api.hub import ALIVE, MAX_BEHIND, Hub, Listener, Place, place_of
+from leeway.services.api.reader import Reader
+
+
+class Records:
+    """Events 1-0, 2-0, ... as far as they have happened, and steps 1 to 7."""
+
+    def __init__(self) -> None:
+        self.num_events = 2
+        self.num_reads = 0
+
+    async def get_all(self) -> dict[str, dict[str, Any]]:
+        return {"learner": {"step": 7, "version": 7}}
+
+    async def phase(self) -> str | None:
+        return "training"
+
+    async def steps(self, after: int = 0, count: int = 100) -> list[dict[str, Any]]:
+        return [{"step": step} for step in range(after + 1, 8)][:count]
+
+    async def events(self, after: str = "", count: int = 100) -> Sequence[Event]:
+        self.num_reads += 1
+        every = [Event(f"{n}-0", float(n), "run", f"e{n}") for n in range(1, self.num_events + 1)]
+        behind = int(after.split("-")[0]) if after else 0
+        return every[behind:][:count] if after else every[-count:]
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Records:
+    monkeypatch.setattr(hub, "POLL_S", 0.01)
+    return Records()
+
+
+def hub_of(records: Records) -> Hub:
+    async def none() -> list[Any]:
+        return []
+
+    return Hub(Reader(records, MemoryReplay(ReplayConfig()), {}), records, none)
+
+
+async def until(listener: Listener, words: bytes) -> bytes:
+    async with asyncio.timeout(5):
+        while True:
+            message = await listener.take(1.0)
+            assert message is not None
+            if words in message:
+                return message
+
+
+def test_an_id_names_an_event_and_a_step():
+    assert place_of("1764-0.17") == Place("1764-0", 17)
+    assert str(Place("1764-0", 17)) == "1764-0.17"
+
+
+@pytest.mark.parametrize("text", ["", "17", "1-0", "1-0.x", "1-0.1\n", "-.1", "1-0.1-0.1"])
+def test_what_is_no_id_is_refused(text: str):
+    with pytest.raises(DataError, match="no id of an event"):
+        place_of(text)
+
+
+async def test_without_an_id_the_status_comes_first_and_nothing_that_was(records: Records):
+    async with hub_of(records).listen(None) as (missed, _):
+        assert len(missed) == 1
+        assert missed[0].startswith(b"id: 2-0.7\nevent: status\ndata: {")
+
+
+async def test_from_an_id_on_what_was_missed_comes_first(records: Records):
+    async with hub_of(records).listen(Place("1-0", 5)) as (missed, _):
+        heads = [message.split(b"\ndata")[0] for message in missed]
+    assert heads[:3] == [
+        b"id: 2-0.5\nevent: event",
+        b"id: 2-0.6\nevent: step",
+        b"id: 2-0.7\nevent: step",
+    ]
+
+
+async def test_what_happens_meanwhile_comes_once(records: Records, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "POLL_S", 60.0)
+    shared = hub_of(records)
+    async with shared.listen(None):
+        records.num_events = 3
+        async with shared.listen(Place("1-0", 7)) as (missed, _):
+            events = [message for message in missed if b"event: event" in message]
+    # 3-0 has come behind what the reader has read: it goes through the queue.
+    assert [message.split(b"\n")[0] for message in events] == [b"id: 2-0.7"]
+
+
+async def test_who_was_away_for_long_gets_the_latest_steps(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub, "MAX_REPLAY", 2)
+    monkeypatch.setattr(hub, "AT_ONCE", 1)
+    async with hub_of(records).listen(Place("2-0", 0)) as (missed, _):
+        steps = [message for message in missed if b"event: step" in message]
+    assert [message.split(b"\n")[0] for message in steps] == [b"id: 2-0.6", b"id: 2-0.7"]
+
+
+async def test_five_hundred_listeners_share_one_reader(records: Records):
+    shared = hub_of(records)
+    stack = [shared.listen(None) for _ in range(500)]
+    listeners = [(await one.__aenter__())[1] for one in stack]
+    before = records.num_reads
+    records.num_events = 3
+    messages = [await until(listener, b'"e3"') for listener in listeners]
+    assert all(b"id: 3-0.7\nevent: event" in message for message in messages)
+    # Each poll is one read, and 500 listeners make no more of them.
+    assert records.num_reads - before < 100
+    for one in stack:
+        await one.__aexit__(None, None, None)
+    assert shared.num_listeners == 0
+
+
+async def test_nobody_reads_when_nobody_listens(records: Records):
+    shared = hub_of(records)
+    async with shared.listen(None):
+        pass
+    before = records.num_reads
+    await asyncio.sleep(0.1)
+    assert records.num_reads == before
+
+
+async def test_a_listener_that_is_too_far_behind_is_ended_after_what_it_was_sent():
+    listener = Listener()
+    for number in range(MAX_BEHIND + 5):
+        listener.put(b"%d " % number)
+    assert listener.has_ended
+    message = await listener.take(1.0)
+    assert message is not None and message.split()[-1] == b"%d" % (MAX_BEHIND - 1)
+    assert await listener.take(1.0) is None
+
+
+async def test_silence_is_broken_by_a_comment():
+    assert await Listener().take(0.01) == ALIVE
