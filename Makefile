@@ -8,14 +8,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.leeway-installed
 PARITY_STAMP := $(VENV)/.leeway-parity-installed
+SBOM_STAMP := build/sbom-tool/.installed
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)+cpu
 LIGHT := tests/architecture tests/unit tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick parity lint format types links requirements docs clean
+.PHONY: help setup demo test quick helm-test browser images sbom parity lint format types links requirements docs clean
 
 help:  ## Say what there is.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Install everything into .venv (PYTHON=python3.12 picks another Python).
 
@@ -23,12 +24,30 @@ demo: setup  ## Train a search agent on this machine's CPU and watch it learn.
 	$(BIN)/leeway train deploy/configs/demo.toml
 
 test: setup lint types  ## Check everything, vLLM and Ray included; what CI runs.
-	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/parity
+	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/parity --ignore=tests/helm --ignore=tests/browser
+	$(MAKE) helm-test
+	$(MAKE) browser
 	@# Last, and by itself: on a fresh clone the rest has run without verl and TRL in reach.
 	$(MAKE) parity
 
 quick: setup lint  ## Check what needs neither vLLM nor Ray.
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm and not ray" $(LIGHT)
+
+browser: setup  ## Try the dashboard in the headless Chromium of this machine.
+	$(BIN)/python -m pytest -q --browser tests/browser
+
+images:  ## Build the api image and run it; needs buildah, podman and mmdebstrap.
+	deploy/docker/check.sh
+
+sbom: $(SBOM_STAMP)  ## Write what each image contains to build/sbom, as CycloneDX.
+	@mkdir -p build/sbom
+	@for list in requirements/images/*.txt; do \
+		PYTHONWARNINGS=ignore build/sbom-tool/bin/cyclonedx-py requirements $$list --pyproject pyproject.toml \
+			--output-format JSON --output-file build/sbom/$$(basename $$list .txt).cdx.json; done
+
+helm-test: setup  ## Check the chart with Helm 3 and 4 (fetches its tools into .cache, 600 MB).
+	$(BIN)/python tests/helm/tools.py
+	$(BIN)/python -m pytest -q --helm -m "not cluster" tests/helm
 
 parity: $(PARITY_STAMP)  ## Compare objectives with verl's and TRL's, which it installs (300 MB).
 	$(BIN)/python -m pytest -q --parity tests/parity
@@ -74,4 +93,9 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 
 $(PARITY_STAMP): $(STAMP) requirements/parity.txt
 	$(PIP) install --no-deps -r requirements/parity.txt
+	@touch $@
+
+$(SBOM_STAMP):
+	$(PYTHON) -m venv build/sbom-tool
+	build/sbom-tool/bin/pip install --disable-pip-version-check --quiet cyclonedx-bom==7.5.0
 	@touch $@

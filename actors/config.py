@@ -38,12 +38,22 @@ class PolicyConfig(FrozenModel):
     """Memory for keys and values on a CPU engine, in GiB."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of a GPU that its engine may use. Not read on CPUs."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one engine spreads its weights over."""
+    staging: Literal["auto", "always", "never"] = "auto"
+    """Where a published version is received. always: beside the one in use, while tokens are
+    generated, in as much memory again as the weights take. never: in place, with the engine paused
+    until the last byte has come. auto: beside it where memory allows; the log says which. Of
+    backend vllm; torch receives beside it."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Arithmetic of the engine. `auto` is bfloat16 on GPUs and float32 on CPUs."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one CPU engine."""
     start_timeout_s: float = Field(default=180.0, gt=0)
     """Seconds an engine may take to load before the run is given up."""
+    engine_metrics: bool = False
+    """Whether vLLM's own metrics are exported by Ray, beside Ray's (docs/metrics.md). They cost the
+    engine some time in every step. Of backend vllm."""
 
 
 class SearchConfig(FrozenModel):

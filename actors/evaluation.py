@@ -25,6 +25,7 @@ from leeway.actors.policy import Policy
 from leeway.actors.rollout import Limits, play
 from leeway.actors.tokens import Tokens
 from leeway.actors.turnstile import Turnstile
+from leeway.replay import tracing
 from leeway.replay.errors import DataError
 from leeway.replay.schema import StopReason, Trajectory
 
@@ -79,16 +80,17 @@ class Table:
         """One episode. Raises an EpisodeFailure."""
         try:
             async with asyncio.timeout(self.episode_timeout_s):
-                return await play(
-                    question,
-                    self.policy,
-                    self.environment,
-                    self.tokens,
-                    self.limits,
-                    trajectory_id,
-                    temperature=temperature,
-                    turnstile=self.turnstile,
-                )
+                with tracing.span("evaluation.episode", {"leeway.trajectory": trajectory_id}):
+                    return await play(
+                        question,
+                        self.policy,
+                        self.environment,
+                        self.tokens,
+                        self.limits,
+                        trajectory_id,
+                        temperature=temperature,
+                        turnstile=self.turnstile,
+                    )
         except TimeoutError:
             raise EpisodeTimeout(
                 f"question {question.id!r} took longer than {self.episode_timeout_s:g} s; play"

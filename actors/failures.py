@@ -80,6 +80,10 @@ class FailureBudget:
         """Failures that a full window may hold."""
         return int(self._share * (self._window.maxlen or 0) + 1e-9)
 
+    def allow(self, max_failure_share: float) -> None:
+        """Another share from now on; what the window holds is judged by it at the next failure."""
+        self._share = max_failure_share
+
     def record_success(self) -> None:
         """One more group became training data."""
         self._window.append(None)

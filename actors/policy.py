@@ -26,6 +26,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """1 samples the policy itself; 0 is greedy. Other values would need a correction of the
     log-probs and are refused."""
+    traceparent: str | None = None
+    """The span that waits for the answer, in W3C's form; None while nothing is traced."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

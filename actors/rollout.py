@@ -20,11 +20,13 @@ import numpy as np
 import tenacity
 
 from leeway.actors.config import PolicyConfig, SearchConfig
+from leeway.actors.counters import EpisodeInFlight, Stage
 from leeway.actors.environment import Environment, Question, Step
 from leeway.actors.failures import EngineError, QuestionTooLong
 from leeway.actors.policy import Completion, CompletionRequest, Policy
 from leeway.actors.tokens import Tokens
 from leeway.actors.turnstile import Turnstile
+from leeway.replay import tracing
 from leeway.replay.errors import ConfigurationError
 from leeway.replay.schema import Action, StopReason, Trajectory, Turn
 
@@ -107,12 +109,13 @@ async def play(
     temperature: float = 1.0,
     prompt_ids: list[int] | None = None,
     turnstile: Turnstile | None = None,
+    in_flight: EpisodeInFlight | None = None,
 ) -> Trajectory:
     """Play one episode to its end. Raises an EpisodeFailure when it cannot become training data.
 
     `prompt_ids` are the question's from `encode_prompt`, encoded once for all siblings; None
     encodes them here. Episodes of one event loop share a `turnstile`; one that plays alone needs
-    none.
+    none. `in_flight` is told where the episode is.
     """
     started = time.perf_counter()
     turnstile = turnstile or Turnstile()
@@ -122,19 +125,16 @@ async def play(
     episode = _Episode(prompt_ids.copy())
     stop_reason: StopReason | None = None
     while stop_reason is None:
-        request = CompletionRequest(
-            request_id=f"{trajectory_id}-{len(episode.turns)}",
-            prompt_ids=episode.token_ids.copy(),
-            max_tokens=limits.max_turn_tokens,
-            stop=environment.stop,
-            temperature=temperature,
-        )
-        completion = await _complete(policy, request)
-        ticket = await turnstile.enter()
-        generated = tokens.decode(completion.token_ids)
         turns_left = limits.max_turns - len(episode.turns) - 1
-        step = await environment.step(question, generated, turns_left)
-        await turnstile.enter_again(ticket)
+        with tracing.span("rollout.turn", {"leeway.turn": len(episode.turns)}):
+            request = _request(trajectory_id, episode, environment, limits, temperature)
+            _enter(in_flight, "generating")
+            completion = await _complete(policy, request)
+            _enter(in_flight, "searching")
+            ticket = await turnstile.enter()
+            generated = tokens.decode(completion.token_ids)
+            step = await environment.step(question, generated, turns_left)
+            await turnstile.enter_again(ticket)
         observed: list[int] = []
         if step.is_terminal or turns_left == 0:
             stop_reason = _STOP_REASONS[step.action]
@@ -159,6 +159,28 @@ async def play(
         duration_s=time.perf_counter() - started,
         turn_rewards=outcome.turn_rewards,
     )
+
+
+def _request(
+    trajectory_id: str,
+    episode: _Episode,
+    environment: Environment,
+    limits: Limits,
+    temperature: float,
+) -> CompletionRequest:
+    return CompletionRequest(
+        request_id=f"{trajectory_id}-{len(episode.turns)}",
+        prompt_ids=episode.token_ids.copy(),
+        max_tokens=limits.max_turn_tokens,
+        stop=environment.stop,
+        temperature=temperature,
+        traceparent=tracing.traceparent(),
+    )
+
+
+def _enter(in_flight: EpisodeInFlight | None, stage: Stage) -> None:
+    if in_flight is not None:
+        in_flight.enter(stage)
 
 
 @dataclass

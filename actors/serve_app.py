@@ -21,8 +21,17 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    RetryError,
+    retry,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential_jitter,
+)
 
+from leeway.actors.busy_clock import BusyClock
 from leeway.actors.config import (
     DataConfig,
     EnvironmentConfig,
@@ -32,12 +41,14 @@ from leeway.actors.config import (
     SearchConfig,
     held_out_file,
 )
+from leeway.actors.counters import Counters
 from leeway.actors.environment_factory import build_environment
 from leeway.actors.failures import EngineError, RetrievalError
 from leeway.actors.membership import Membership
 from leeway.actors.policy import Completion, CompletionRequest
 from leeway.actors.rollout import Limits
 from leeway.actors.search.index_source import index_of
+from leeway.actors.search.measured_retriever import MeasuredRetriever
 from leeway.actors.search.questions import (
     QuestionStream,
     StreamState,
@@ -47,12 +58,18 @@ from leeway.actors.search.questions import (
 from leeway.actors.search.retriever import HttpRetriever, Passage, Retriever, passages_of
 from leeway.actors.search.service import RetrievalService, ServiceLimits
 from leeway.actors.tokens import Tokens
+from leeway.actors.traced_policy import TracedPolicy
 from leeway.actors.worker import RolloutWorker
+from leeway.replay import tracing
 from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.config import ReplayConfig
+from leeway.replay.policy_folder import newest_policy
+from leeway.replay.run_records import LiveSettings
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.store import ReplayStats
+from leeway.replay.traced_replay import traced
+from leeway.replay.tracing import TracingConfig
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +83,11 @@ DRAIN_S = 0.1
 seconds, one replica after another, would be most of the time that a run takes to end."""
 RETRIEVER_REQUESTS = 4096
 """Searches with the retriever's replica at once, waiting ones included; Serve holds back more."""
+EVALUATION_ATTEMPTS = 3
+UNDEPLOY_S = 20.0
+"""How long replicas may take to hand over what they hold."""
+APPLICATIONS = ("policy", "retriever", "rollout")
+"""Names of the applications of a run. A Ray cluster serves one run."""
 RECENT_SNAPSHOTS = 30
 """Snapshots over which a worker's share of waiting and an engine's speed are reported."""
 
@@ -76,8 +98,10 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     redis_url: str
     model: str
-    """Directory the engines load: the base model, or the checkpoint a resumed run goes on from."""
-    model_version: int
+    """Directory of the base model."""
+    checkpoints: str
+    """Where the learner's checkpoints are, if this machine sees its disk: an engine starts from the
+    newest, else from the base model; the learner then sends it what it lacks."""
     seed: int
     policy: PolicyConfig
     environment: EnvironmentConfig
@@ -86,6 +110,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
     data: DataConfig
     rollout: RolloutConfig
     replay: ReplayConfig
+    tracing: TracingConfig = TracingConfig()
 
 
 @serve.deployment(
@@ -99,13 +124,17 @@ class PolicyServer:
 
     async def __init__(self, spec: ActorSpec) -> None:
         logging.basicConfig(level=logging.INFO)
+        tracing.start(spec.tracing, spec.run, "engine")
         self._policy = await start_policy(spec)
+        self._traced = TracedPolicy(self._policy)
         self._board = PolicyBoard(spec.redis_url, spec.run)
         self.engine_id = f"engine-{os.getpid()}"
         self._membership = Membership(
             self._board, self._policy, self.engine_id, os.uname().nodename
         )
         self._num_tokens = 0
+        self._num_requests = 0
+        self._clock = BusyClock()
         self._run_board = RunBoard(spec.redis_url, spec.run)
         self._task = asyncio.create_task(self._membership.run())
         self._snapshots = asyncio.create_task(self._put_snapshots())
@@ -137,7 +166,12 @@ class PolicyServer:
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See Policy.complete."""
-        completion = await self._policy.complete(request)
+        self._clock.begin()
+        try:
+            completion = await self._traced.complete(request)
+        finally:
+            self._clock.end()
+        self._num_requests += 1
         self._num_tokens += len(completion.token_ids)
         return completion
 
@@ -158,6 +192,11 @@ class PolicyServer:
                 {
                     "version": await self._policy.version(),
                     "tokens_per_s": (after - before) / (now - began),
+                    "num_tokens": self._num_tokens,
+                    "num_requests": self._num_requests,
+                    "num_in_flight": self._clock.num_under_way,
+                    "busy_s": self._clock.busy_s,
+                    "up_s": self._clock.up_s,
                     "pause_ms": last.pause_s * 1e3 if last else None,
                     "transfer_ms": last.transfer_s * 1e3 if last else None,
                 },
@@ -179,20 +218,19 @@ class PolicyServer:
         await self._policy.close()
         await self._board.close()
         await self._run_board.close()
+        await asyncio.to_thread(tracing.stop)
 
 
 async def start_policy(spec: ActorSpec) -> Any:
-    """The policy that `policy.backend` names."""
-    version = PolicyVersion(spec.model_version)
+    """The policy that `policy.backend` names, at the newest version on the disk."""
+    model, version = newest_policy(Path(spec.checkpoints), Path(spec.model))
     if spec.policy.backend == "vllm":
         from leeway.actors.vllm_policy import VllmPolicy
 
-        return await VllmPolicy.start(
-            Path(spec.model), spec.policy, seed=spec.seed, version=version
-        )
+        return await VllmPolicy.start(model, spec.policy, seed=spec.seed, version=version)
     from leeway.actors.torch_policy import TorchPolicy
 
-    return await TorchPolicy.start(Path(spec.model), spec.policy, seed=spec.seed, version=version)
+    return await TorchPolicy.start(model, spec.policy, seed=spec.seed, version=version)
 
 
 @serve.deployment(max_ongoing_requests=RETRIEVER_REQUESTS, graceful_shutdown_wait_loop_s=DRAIN_S)
@@ -200,19 +238,22 @@ class RetrieverServer:
     """The index in a replica of its own, behind the queue, batches and cache of the service."""
 
     async def __init__(self, spec: ActorSpec) -> None:
+        tracing.start(spec.tracing, spec.run, "retriever")
         index = await asyncio.to_thread(index_of, spec.search)
         limits = ServiceLimits(
             max_queue=RETRIEVER_REQUESTS, timeout_s=spec.search.retriever_timeout_s
         )
         self._searches = RetrievalService(index, limits)
 
-    async def search(self, query: str, top_k: int) -> list[Passage]:
-        """See Retriever.search."""
-        [hits] = await self._searches.search([query], top_k)
+    async def search(self, query: str, top_k: int, traceparent: str | None = None) -> list[Passage]:
+        """See Retriever.search; `traceparent` is the span that waits for it."""
+        with tracing.span("retriever.index", parent=traceparent):
+            [hits] = await self._searches.search([query], top_k)
         return passages_of(hits)
 
     async def __del__(self) -> None:
         await self._searches.close()
+        await asyncio.to_thread(tracing.stop)
 
 
 @serve.deployment(
@@ -221,19 +262,26 @@ class RetrieverServer:
 class RolloutServer:
     """One rollout worker. It plays while the run's phase is `training`; evaluation is by call."""
 
-    async def __init__(
-        self, spec: ActorSpec, policy: DeploymentHandle, retriever: DeploymentHandle | None
-    ) -> None:
+    async def __init__(self, spec: ActorSpec) -> None:
         logging.basicConfig(level=logging.INFO)
+        tracing.start(spec.tracing, spec.run, "rollout")
+        wait_s = spec.policy.start_timeout_s
+        policy = await application_handle("policy", wait_s)
+        retriever = (
+            await application_handle("retriever", wait_s)
+            if spec.search.retriever_url is None
+            else None
+        )
         self._place = serve.get_replica_context().rank.rank
         self.worker_id = f"worker-{self._place}"
         self._spec = spec
-        self._replay = connect_replay(spec.redis_url, spec.run, spec.replay)
+        self._replay = traced(connect_replay(spec.redis_url, spec.run, spec.replay))
         self._policies = PolicyBoard(spec.redis_url, spec.run)
         self._board = RunBoard(spec.redis_url, spec.run)
         self._retriever = build_retriever(spec.search, retriever)
         self._worker = await self._build_worker(HandlePolicy(policy))
         self._playing: asyncio.Task[None] | None = None
+        self._settings = LiveSettings()
         self._waited: deque[tuple[float, float]] = deque(maxlen=RECENT_SNAPSHOTS)
         self._task = asyncio.create_task(self._follow_phase())
 
@@ -251,18 +299,21 @@ class RolloutServer:
         saved = board.get(self._section, board.get("rollout:worker-0", {})).get("position")
         if saved is not None:
             questions.restore(msgspec.convert(saved, StreamState))
+        counters = Counters(board.get(self._section))
+        retriever = MeasuredRetriever(self._retriever, counters.retriever)
         return RolloutWorker(
             worker_id=self.worker_id,
             replay=self._replay,
             policy=policy,
             environment=build_environment(
-                spec.environment, spec.search, spec.reward, self._retriever, tokens.facts
+                spec.environment, spec.search, spec.reward, retriever, tokens.facts
             ),
             tokens=tokens,
             questions=questions,
             config=spec.rollout,
             limits=Limits.of(spec.search, spec.policy),
             oldest_version=self._policies.oldest_version,
+            counters=counters,
         )
 
     @property
@@ -279,8 +330,23 @@ class RolloutServer:
                 await self._stop_playing()
             if self._playing is not None and self._playing.done():
                 await self._report_failure(self._playing)
+            await self._apply_settings()
             await self._put_snapshot()
             await asyncio.sleep(SNAPSHOT_S)
+
+    async def _apply_settings(self) -> None:
+        """Settings of rollouts that were changed since the run started; REST has checked them."""
+        live = await self._board.settings()
+        if live.revision == self._settings.revision:
+            return
+        part = {
+            key.removeprefix("rollout."): value
+            for key, value in live.values.items()
+            if key.startswith("rollout.")
+        }
+        config = RolloutConfig.model_validate(self._spec.rollout.model_dump() | part)
+        self._worker.configure(config)
+        self._settings = live
 
     async def _report_failure(self, ended: asyncio.Task[None]) -> None:
         """Tell the run that it cannot go on; a new worker would only begin the same again."""
@@ -293,7 +359,8 @@ class RolloutServer:
         self._waited.append((time.monotonic(), snapshot["wait_admission_s"]))
         (began, before), (now, after) = self._waited[0], self._waited[-1]
         share = (after - before) / (now - began) if now > began else None
-        await self._board.put(self._section, {**snapshot, "wait_share": share})
+        own = {"wait_share": share, "settings_revision": self._settings.revision}
+        await self._board.put(self._section, {**snapshot, **own})
 
     async def _stop_playing(self) -> None:
         assert self._playing is not None
@@ -327,6 +394,7 @@ class RolloutServer:
         await self._put_snapshot()
         for client in (self._replay, self._policies, self._board, self._retriever):
             await client.close()
+        await asyncio.to_thread(tracing.stop)
 
 
 def build_retriever(search: SearchConfig, handle: DeploymentHandle | None) -> Retriever:
@@ -392,7 +460,7 @@ class HandleRetriever:
 
     @_retried
     async def _search(self, query: str, top_k: int) -> list[Passage]:
-        return await self._handle.search.remote(query, top_k)
+        return await self._handle.search.remote(query, top_k, tracing.traceparent())
 
     async def close(self) -> None:
         """The index belongs to its own application; nothing to do."""
@@ -402,14 +470,69 @@ def _cause(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
 
 
-class Deployed(msgspec.Struct, frozen=True):
-    """Handles to what runs."""
+class HandleRollouts:
+    """The rollout workers over a Serve handle: whoever moves the run asks them for evaluations."""
 
-    policy: Any
-    rollout: Any
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def evaluate(self, num_questions: int) -> dict[str, Any]:
+        """See RolloutServer.evaluate; begun again when the worker that plays it dies."""
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type((RayError, RayServeException)),
+            stop=stop_after_attempt(EVALUATION_ATTEMPTS),
+            wait=wait_exponential_jitter(initial=1, max=10),
+        )
+        try:
+            return await retrying(self._evaluate, num_questions)
+        except RetryError as error:
+            cause = _cause(error.last_attempt.exception() or error)
+            raise EngineError(
+                f"the evaluation failed {EVALUATION_ATTEMPTS} times: {cause}"
+            ) from error
+
+    async def _evaluate(self, num_questions: int) -> dict[str, Any]:
+        return await self._handle.evaluate.remote(num_questions)
 
 
-async def deploy(spec: ActorSpec) -> Deployed:
+async def application_handle(name: str, timeout_s: float) -> DeploymentHandle:
+    """A handle to the application `name`, as soon as it is deployed. Raises EngineError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await asyncio.to_thread(serve.get_app_handle, name)
+        except RayServeException as error:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"no Serve application {name} within policy.start_timeout_s = {timeout_s:g}; "
+                    "deploy it beside this one"
+                ) from error
+        await asyncio.sleep(READY_POLL_S)
+
+
+# ---- applications
+
+
+def policy_application(spec: ActorSpec) -> serve.Application:
+    """The engines."""
+    return PolicyServer.options(
+        num_replicas=spec.policy.num_replicas, ray_actor_options=_resources(spec.policy)
+    ).bind(spec)
+
+
+def retriever_application(spec: ActorSpec) -> serve.Application:
+    """The index of `search.index` or `search.corpus`."""
+    return RetrieverServer.options(ray_actor_options={"num_cpus": 0}).bind(spec)
+
+
+def rollout_application(spec: ActorSpec) -> serve.Application:
+    """The rollout workers; they look for the other two by name."""
+    return RolloutServer.options(
+        num_replicas=spec.rollout.num_workers, ray_actor_options={"num_cpus": 0}
+    ).bind(spec)
+
+
+async def deploy(spec: ActorSpec) -> HandleRollouts:
     """Start the applications and wait until every replica is ready; Ray must be up.
 
     Raises EngineError when a replica fails to start, or is not ready in policy.start_timeout_s. It
@@ -431,27 +554,16 @@ async def deploy(spec: ActorSpec) -> Deployed:
             )
         await asyncio.sleep(READY_POLL_S)
     log.info("applications ready after %.0f s", time.monotonic() - began)
-    return Deployed(serve.get_app_handle("policy"), serve.get_app_handle("rollout"))
+    return HandleRollouts(serve.get_app_handle("rollout"))
 
 
 def _start_applications(spec: ActorSpec) -> None:
     serve.start(proxy_location="Disabled")
-    policy = PolicyServer.options(
-        num_replicas=spec.policy.num_replicas, ray_actor_options=_resources(spec.policy)
-    ).bind(spec)
-    targets = [_target(policy, "policy")]
+    targets = [_target(policy_application(spec), "policy")]
     if spec.search.retriever_url is None:
-        retriever = RetrieverServer.options(ray_actor_options={"num_cpus": 0}).bind(spec)
-        targets.append(_target(retriever, "retriever"))
+        targets.append(_target(retriever_application(spec), "retriever"))
+    targets.append(_target(rollout_application(spec), "rollout"))
     serve.run_many(targets, wait_for_applications_running=False)
-    rollout = RolloutServer.options(
-        num_replicas=spec.rollout.num_workers, ray_actor_options={"num_cpus": 0}
-    ).bind(
-        spec,
-        serve.get_app_handle("policy"),
-        serve.get_app_handle("retriever") if spec.search.retriever_url is None else None,
-    )
-    serve.run_many([_target(rollout, "rollout")], wait_for_applications_running=False)
 
 
 def _target(application: serve.Application, name: str) -> serve.RunTarget:
@@ -462,7 +574,8 @@ def _target(application: serve.Application, name: str) -> serve.RunTarget:
 
 def _not_ready() -> list[str]:
     """Applications that are still starting. Raises EngineError for one that cannot."""
-    applications = serve.status().applications
+    found = serve.status().applications
+    applications = {name: found[name] for name in APPLICATIONS if name in found}
     for name, application in applications.items():
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             messages = [d.message for d in application.deployments.values() if d.message]
@@ -472,13 +585,23 @@ def _not_ready() -> list[str]:
 
 
 def undeploy() -> None:
-    """Take the applications down; engines and workers get their shutdown calls."""
-    serve.shutdown()
+    """Take the applications down; engines and workers get their shutdown calls. What else the Ray
+    cluster serves stays. Returns when they are gone, or after UNDEPLOY_S."""
+    deadline = time.monotonic() + UNDEPLOY_S
+    for name in _deployed():
+        serve.delete(name, _blocking=False)
+    while _deployed() and time.monotonic() < deadline:
+        time.sleep(DRAIN_S)
+
+
+def _deployed() -> list[str]:
+    applications = serve.status().applications
+    return [name for name in APPLICATIONS if name in applications]
 
 
 def _resources(policy: PolicyConfig) -> dict[str, Any]:
     import torch
 
     if policy.backend == "vllm" and torch.cuda.is_available():
-        return {"num_cpus": 0, "num_gpus": 1}
+        return {"num_cpus": 0, "num_gpus": policy.tensor_parallel_size}
     return {"num_cpus": 0}

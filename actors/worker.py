@@ -36,6 +36,7 @@ from leeway.actors.rollout import Limits, check_limits, encode_prompt, play
 from leeway.actors.search.questions import QuestionStream
 from leeway.actors.tokens import Tokens
 from leeway.actors.turnstile import Turnstile
+from leeway.replay import tracing
 from leeway.replay.errors import DataError, SlotExpired, StoreError, StoreUnavailable, WaitTimeout
 from leeway.replay.schema import GroupId, Trajectory
 from leeway.replay.store import Replay, Slot, VersionSource
@@ -78,7 +79,9 @@ class RolloutWorker:
         limits: Limits,
         oldest_version: VersionSource,
         store_timeout_s: float = 60.0,
+        counters: Counters | None = None,
     ) -> None:
+        """`counters` are counted on, such as those of the worker that this one replaces."""
         check_limits(limits, environment, tokens)
         self._worker_id = worker_id
         self._replay = replay
@@ -91,7 +94,7 @@ class RolloutWorker:
         self._oldest_version = oldest_version
         self._store_timeout_s = store_timeout_s
         self._budget = FailureBudget(config.max_failure_share)
-        self._counters = Counters()
+        self._counters = counters or Counters()
         self._turnstile = Turnstile()
         self._groups: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -143,6 +146,12 @@ class RolloutWorker:
             num_samples=num_samples,
         )
 
+    def configure(self, config: RolloutConfig) -> None:
+        """Go by other settings from the next group on; groups in flight keep their deadline."""
+        self._config = config
+        self._budget.allow(config.max_failure_share)
+        self._changed.set()
+
     def snapshot(self) -> RolloutSnapshot:
         """The counters now."""
         return self._counters.snapshot(
@@ -192,7 +201,9 @@ class RolloutWorker:
 
     async def _play_slot(self, slot: Slot, question: Question) -> None:
         try:
-            failure = await self._fill_or_drop(slot, question)
+            attributes = {"leeway.question": question.id, "leeway.worker": self._worker_id}
+            with tracing.group_span(slot.slot_id, attributes):
+                failure = await self._fill_or_drop(slot, question)
         except BaseException as error:
             # Cancelled, or a fault of the program: no time to be patient, but the slot goes back.
             is_shutdown = isinstance(error, asyncio.CancelledError)
@@ -237,20 +248,22 @@ class RolloutWorker:
     async def _play_episode(
         self, prompt_ids: list[int], question: Question, trajectory_id: str
     ) -> Trajectory:
-        self._counters.num_episodes_in_flight += 1
+        in_flight = self._counters.begin()
         try:
-            trajectory = await play(
-                question,
-                self._policy,
-                self._environment,
-                self._tokens,
-                self._limits,
-                trajectory_id,
-                prompt_ids=prompt_ids,
-                turnstile=self._turnstile,
-            )
+            with tracing.span("rollout.episode", {"leeway.trajectory": trajectory_id}):
+                trajectory = await play(
+                    question,
+                    self._policy,
+                    self._environment,
+                    self._tokens,
+                    self._limits,
+                    trajectory_id,
+                    prompt_ids=prompt_ids,
+                    turnstile=self._turnstile,
+                    in_flight=in_flight,
+                )
         finally:
-            self._counters.num_episodes_in_flight -= 1
+            self._counters.end(in_flight)
         self._counters.count(trajectory)
         return trajectory
 

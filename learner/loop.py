@@ -31,27 +31,37 @@ class Learning(Protocol):
     async def stop_requested(self) -> bool: ...
     async def train(self, lease: Lease) -> None: ...
     async def publish(self) -> None: ...
+    async def answer_requests(self) -> None: ...
+    async def is_paused(self) -> bool: ...
+    async def is_drained(self) -> bool: ...
     async def catch_up(self) -> None: ...
     async def confirm(self) -> Published | None: ...
     async def after_step(self, wait_s: float, published: Published | None) -> None: ...
 
 
 async def run(learning: Learning, replay: Replay) -> None:
-    """Train until `num_steps`; raises LearnerStopped when asked to stop, with nothing half done."""
+    """Train until `num_steps`, or until nothing is left of a drained run. Raises LearnerStopped
+    when asked to stop, with nothing half done.
+    """
     while learning.version < learning.num_steps:
         began = time.monotonic()
         lease = await draw(learning, replay)
+        if lease is None:
+            break
         wait_s = time.monotonic() - began
         await learning.train(lease)
         published = await learning.confirm()
         await learning.publish()
         await replay.acknowledge(lease, learning.version)
         await learning.after_step(wait_s, published)
+        await learning.answer_requests()
     await learning.confirm()
 
 
-async def draw(learning: Learning, replay: Replay) -> Lease:
-    """The next batch. Raises WaitTimeout, naming who is missing, after `draw_timeout_s`."""
+async def draw(learning: Learning, replay: Replay) -> Lease | None:
+    """The next batch; None when the run is being drained and no batch can come. Raises WaitTimeout,
+    naming who is missing, after `draw_timeout_s`, in which a pause does not count.
+    """
     deadline = time.monotonic() + learning.draw_timeout_s
     while True:
         if await learning.stop_requested():
@@ -59,6 +69,11 @@ async def draw(learning: Learning, replay: Replay) -> Lease:
         try:
             return await replay.draw(timeout_s=DRAW_SLICE_S)
         except WaitTimeout:
-            if time.monotonic() > deadline:
+            await learning.answer_requests()
+            if await learning.is_drained():
+                return None
+            if await learning.is_paused():
+                deadline = time.monotonic() + learning.draw_timeout_s
+            elif time.monotonic() > deadline:
                 raise
         await learning.catch_up()

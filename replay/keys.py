@@ -33,6 +33,14 @@ class BoardKeys(NamedTuple):
     """string: the phase of the run"""
     control: str
     """stream: wakes who waits for a stop or a phase"""
+    steps: str
+    """sorted set: the metrics of a step as JSON, by step"""
+    publishes: str
+    """stream: one confirmed publish as JSON"""
+    requests: str
+    """hash: action -> the latest ControlRequest as JSON"""
+    settings: str
+    """string: LiveSettings as JSON"""
     room: str
     """the buffer's stream of that name: an engine's newer version wakes callers of admit"""
 

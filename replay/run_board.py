@@ -1,5 +1,8 @@
 """Small state of a whole run, for the CLI, the REST interface and shutdown.
 
+Records of steps and publishes, requests to the learner and settings changed meanwhile are in
+run_records.py, which `RunBoard` is made of as well.
+
 Who asks a run to stop writes it here; every process waits for it on one stream, `control`, which
 also carries changes of the phase.
 """
@@ -14,6 +17,7 @@ import msgspec
 from leeway.replay.connection import Link
 from leeway.replay.errors import WaitTimeout
 from leeway.replay.keys import board_keys
+from leeway.replay.run_records import RunRecords
 from leeway.replay.waiting import Wait
 from leeway.replay.wakeups import Wakeups
 
@@ -35,13 +39,15 @@ class Event(msgspec.Struct, frozen=True):
     text: str
 
 
-class RunBoard:
+class RunBoard(RunRecords):
     """Sections, events, stop signal and phase of one run, over Redis. One per event loop."""
 
     def __init__(self, url: str, run: str, retry_s: float = 30.0) -> None:
         """`retry_s` bounds how long a call is tried again while Redis does not answer."""
-        self._keys = board_keys(run)
-        self._link = Link(url, retry_s)
+        keys, link = board_keys(run), Link(url, retry_s)
+        super().__init__(keys, link)
+        self._keys = keys
+        self._link = link
         self._client = self._link.client
         self._control = Wakeups(self._link, self._keys.control)
 

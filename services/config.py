@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import ByteSize, Field, ValidationError, model_validator
 
 from leeway.actors.config import (
     DataConfig,
@@ -27,6 +28,8 @@ from leeway.actors.config import (
 from leeway.learner.config import LearnerConfig
 from leeway.replay.config import FrozenModel, ReplayConfig
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.redis_urls import parse_url
+from leeway.replay.tracing import TracingConfig
 from leeway.services.config_checks import check, remarks
 from leeway.services.config_machine import check_environment, check_files
 from leeway.services.config_text import (
@@ -56,6 +59,7 @@ __all__ = [
     "MASK",
     "ApiConfig",
     "EvalConfig",
+    "MetricsConfig",
     "RunConfig",
     "check",
     "check_environment",
@@ -68,6 +72,13 @@ __all__ = [
     "remarks",
     "with_values",
 ]
+
+
+REDIS_URL = "LEEWAY_REDIS_URL"
+"""Environment variable that replaces replay.url of the file: a password belongs into no file."""
+
+
+SinkName = Literal["wandb", "tensorboard", "trackio"]
 
 
 class EvalConfig(FrozenModel):
@@ -86,6 +97,34 @@ class ApiConfig(FrozenModel):
     """Address the API listens on."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the API; 0 takes a free one."""
+    auth: bool = True
+    """Whether /v1 and /metrics ask for a bearer token (docs/rest.md says where tokens come from).
+    false lets everybody who reaches the port read and control the run."""
+    max_requests_per_s: int = Field(default=500, ge=1)
+    """Most requests a second from one address; more are answered 429."""
+    max_body_bytes: ByteSize = Field(default=ByteSize(16 * 2**20), ge=1024)
+    """Largest body of a request, such as 16777216 or "16MiB"; a larger one is answered 413."""
+    max_listeners: int = Field(default=1000, ge=1)
+    """Most open streams of GET /v1/events."""
+
+
+class MetricsConfig(FrozenModel):
+    """Where metrics go besides the run directory and Prometheus. Keys of the `[metrics]` table."""
+
+    sinks: tuple[SinkName, ...] = ()
+    """What also gets each step's metrics and the final summary: wandb, tensorboard, trackio."""
+    project: str = Field(default="leeway", min_length=1)
+    """Project that the run belongs to in wandb and trackio."""
+    ray_port: int = Field(default=0, ge=0, le=65535)
+    """Port at which the Ray that a run starts exports its metrics, and vLLM's; 0 takes a free one.
+    Not read where RAY_ADDRESS names a cluster, which has its own."""
+
+    @model_validator(mode="after")
+    def _names_each_once(self) -> Self:
+        twice = next((name for name in self.sinks if self.sinks.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f'metrics.sinks names "{twice}" twice; once is enough')
+        return self
 
 
 class RunConfig(FrozenModel):
@@ -109,24 +148,42 @@ class RunConfig(FrozenModel):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     api: ApiConfig = ApiConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
 
 
-def load(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load(
+    path: Path | str | None, overrides: Sequence[str] = (), *, has_files: bool = True
+) -> RunConfig:
     """Read a TOML file, apply `a.b=c` overrides, resolve its paths and check the whole.
 
     None reads no file: every key has its default. Paths are looked for beside the file, then in
-    the working directory, and are absolute afterwards.
+    the working directory, and are absolute afterwards. LEEWAY_REDIS_URL goes before the file's
+    replay.url, and an override before both. `has_files` False leaves paths unchecked, for a process
+    that needs none of the files.
     """
     default = "the command line" if overrides else "the default configuration"
     source = default if path is None else str(path)
     try:
         data = {} if path is None else _read_toml(Path(path))
+        _apply_environment(data)
         keys_set = [_apply_override(data, override) for override in overrides]
         config = _resolve_paths(_validate(data, source, keys_set), path)
-        check(config, source)
+        check(config, source, has_files=has_files)
     except ConfigurationError as error:
         raise ConfigurationError(mask_url(str(error))) from None
     return config
+
+
+def _apply_environment(data: dict[str, Any]) -> None:
+    url = os.environ.get(REDIS_URL)
+    replay = data.setdefault("replay", {}) if url else None
+    if url and isinstance(replay, dict):
+        try:
+            parse_url(url)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{REDIS_URL}: {error}") from None
+        replay["url"] = url
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

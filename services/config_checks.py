@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from leeway.services.config import RunConfig
 
 
-def check(config: RunConfig, source: str = "the configuration") -> None:
-    """Raise ConfigurationError for the first setting that would deadlock or do nothing."""
-    for problem in problems(config):
+def check(config: RunConfig, source: str = "the configuration", *, has_files: bool = True) -> None:
+    """Raise ConfigurationError for the first setting that would deadlock or do nothing, and with
+    `has_files` for a path that leads nowhere on this machine."""
+    for problem in problems(config, has_files=has_files):
         raise ConfigurationError(f"{source}: {problem}")
 
 
-def problems(config: RunConfig) -> Iterator[str]:
+def problems(config: RunConfig, *, has_files: bool = True) -> Iterator[str]:
     """Every refusal, one sentence each, with the numbers and the remedy."""
     yield from _window_problems(config)
     yield from _exact_problems(config)
@@ -43,6 +44,8 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _deadline_problems(config)
     yield from _eval_problems(config)
     yield from _source_problems(config)
+    if has_files:
+        yield from _file_problems(config)
 
 
 def _window_problems(config: RunConfig) -> Iterator[str]:
@@ -182,6 +185,10 @@ def _source_problems(config: RunConfig) -> Iterator[str]:
     if retriever is not None and not re.match(r"https?://.", retriever):
         yield f"search.retriever_url = {show(retriever)} must start with http:// or https://"
     yield from _retriever_problems(config)
+
+
+def _file_problems(config: RunConfig) -> Iterator[str]:
+    yield from _index_problems(config)
     for key, what in PATH_KEYS.items():
         yield from _path_problems(key, value_at(config, key), what)
     yield from _question_file_problems(config)
@@ -220,6 +227,10 @@ def _retriever_problems(config: RunConfig) -> Iterator[str]:
         yield "search.index is not read while search.retriever_url is set; remove one of the two"
     if search.encoder is not None and search.index is None:
         yield "search.encoder is not read without a dense search.index; remove it or name the index"
+
+
+def _index_problems(config: RunConfig) -> Iterator[str]:
+    search = config.search
     wanted = {
         "index": ("manifest.json", "an index; leeway retriever index CORPUS --out DIR builds one"),
         "encoder": ("config.json", "a Hugging Face model folder that holds config.json"),

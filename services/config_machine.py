@@ -18,7 +18,8 @@ def check_environment(config: RunConfig, source: str = "the configuration") -> N
     """Raise ConfigurationError or DataError for what cannot work on this machine at this time: the
     API's port, a Redis that does not answer, a corpus or question file.
     """
-    _check_port(config.api, source)
+    check_packages(config, source)
+    check_port(config.api, source)
     if config.replay.url is not None:
         from leeway.replay.server import check_url
 
@@ -27,6 +28,18 @@ def check_environment(config: RunConfig, source: str = "the configuration") -> N
         except ConfigurationError as error:
             raise ConfigurationError(f"{source}: replay.url: {error}") from None
     check_files(config)
+
+
+def check_packages(config: RunConfig, source: str = "the configuration") -> None:
+    """Raise ConfigurationError for a missing package that only this configuration needs."""
+    from leeway.replay import tracing
+    from leeway.services.sinks import factory
+
+    try:
+        factory.check_installed(config.metrics)
+        tracing.check_installed(config.tracing)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{source}: {error}") from None
 
 
 def check_files(config: RunConfig) -> None:
@@ -76,7 +89,8 @@ def _check_environment_factory(config: RunConfig) -> None:
     check_factory(config.environment, config.search, config.reward, facts)
 
 
-def _check_port(api: ApiConfig, source: str) -> None:
+def check_port(api: ApiConfig, source: str) -> None:
+    """Raise ConfigurationError for an address that the API could not listen on now."""
     import socket
 
     family = socket.AF_INET6 if ":" in api.host else socket.AF_INET

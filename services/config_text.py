@@ -88,6 +88,9 @@ def expectation(field: FieldInfo) -> str:
     item = _item_of(field)
     if item is not None:
         return f"a list of tables with {', '.join(item.model_fields)}"
+    if get_origin(field.annotation) is tuple:
+        words = get_args(get_args(field.annotation)[0])
+        return "a list of any of " + ", ".join(f'"{word}"' for word in words)
     if get_origin(field.annotation) is dict:
         return "a table with any keys"
     arms: list[Any] = []
@@ -150,7 +153,8 @@ def validation_sentence(error: ErrorDetails) -> tuple[str, str]:
     listed = _list_of_tables(error["loc"])
     if listed is not None:
         return _item_sentence(error, *listed)
-    key = ".".join(str(part) for part in error["loc"])
+    # An item of a list of words is told about under the list's key.
+    key = ".".join(part for part in error["loc"] if isinstance(part, str))
     if error["type"] == "extra_forbidden":
         return unknown_key(key), key
     if error["type"] == "value_error":

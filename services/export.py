@@ -9,13 +9,18 @@ from typing import Annotated, Literal
 import typer
 
 from leeway.replay.errors import ConfigurationError
+from leeway.services.arguments import AsJson
+from leeway.services.completion import run_directories
 
 Which = Literal["last", "best"]
 Dtype = Literal["float32", "bfloat16"]
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN_DIR")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", help="Run directory.", autocompletion=run_directories),
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="OUT")],
     which: Annotated[
         Which,
@@ -24,10 +29,17 @@ def export(
     dtype: Annotated[
         Dtype, typer.Option(help="Of the weights that are written; training keeps float32.")
     ] = "float32",
+    as_json: AsJson = False,
 ) -> None:
     """Write a run's policy as a folder that transformers and vLLM load."""
     version = export_policy(run_dir, out, which, dtype)
-    typer.echo(f"policy version {version} is in {out}")
+    if as_json:
+        import json
+
+        written = {"version": version, "folder": str(out), "which": which, "dtype": dtype}
+        typer.echo(json.dumps(written))
+    else:
+        typer.echo(f"policy version {version} is in {out}")
 
 
 def export_policy(run_dir: Path, out: Path, which: Which, dtype: Dtype) -> int:

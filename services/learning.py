@@ -7,6 +7,7 @@ Every collective has a deadline.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -27,16 +28,28 @@ from leeway.learner.model import load_model
 from leeway.learner.trainer import Trainer
 from leeway.learner.weights.publisher import Published, Publisher
 from leeway.learner.world import World
+from leeway.replay import tracing
 from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.bounds import check_exact
 from leeway.replay.codec import decode, encode
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import StalenessViolation, WaitTimeout
+from leeway.replay.flat_weights import FlatWeights, pack
 from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.store import Lease, Replay
+from leeway.replay.traced_replay import traced
 from leeway.services.config import RunConfig
+from leeway.services.config_machine import check_packages
+from leeway.services.ending import until_done, until_stopped
+from leeway.services.heartbeat import Heartbeat
 from leeway.services.layout import RunDirectory
+from leeway.services.learner_requests import Requests
+from leeway.services.live_settings import applied
+from leeway.services.metering import Metering
+from leeway.services.processes.joining import begin
+from leeway.services.records import Records
+from leeway.services.results import write_results
 from leeway.services.snapshot import build_snapshot
 
 log = logging.getLogger(__name__)
@@ -70,34 +83,52 @@ class Idle(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 to the others: it waits for engines or data, and lives."""
 
 
+class Change(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to the others: settings from now on."""
+
+    values: dict[str, float]
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 to the others: that was all."""
 
 
-Order = Train | Gather | Save | Idle | End
+Order = Train | Gather | Save | Idle | Change | End
 
 
 class LearnerProcess:
     """One rank of the learner. Implements loop.Learning on rank 0."""
 
-    def __init__(self, run: RunDirectory, config: RunConfig, redis_url: str) -> None:
+    def __init__(
+        self, run: RunDirectory, config: RunConfig, redis_url: str, *, stays: bool = False
+    ) -> None:
+        """`stays`: once the run is done it waits for stop() instead of ending."""
+        check_packages(config)
         learner = config.learner
         torch.set_num_threads(learner.num_threads)
         torch.manual_seed(config.seed)
         self._run = run
         self._config = config
         self._redis_url = redis_url
+        self._stays = stays
         self._stop = False
+        self._heartbeat = Heartbeat.from_environment()
         self._metrics: StepMetrics | None = None
         self._max_staleness_seen = 0
+        self._revision = 0
+        """Of the settings that are in force."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._checkpointed = -1
+        self._wire: FlatWeights | None = None
+        """What was published last; its buffer serves the next version."""
+        self._publish_s = self._confirm_s = 0.0
         self._rewards: list[float] = []
         self.num_steps = learner.num_steps
         self.draw_timeout_s = learner.draw_timeout_s
         between_orders_s = learner.draw_timeout_s + 8 * learner.publish_timeout_s + EPOCH_S
         self._world = World.from_environment(timeout_s=between_orders_s)
         self._load()
+        self._heartbeat.beat()
 
     def _load(self) -> None:
         """Model, optimizer and version: from the last checkpoint, else from the base model."""
@@ -129,30 +160,49 @@ class LearnerProcess:
 
     async def _lead(self) -> None:
         name = self._run.root.name
+        tracing.start(self._config.tracing, name, "learner")
         self._board = RunBoard(self._redis_url, name)
+        self._metering = Metering(self._config, self._run, self._board, self.version)
         policies = PolicyBoard(self._redis_url, name)
-        replay = connect_replay(self._redis_url, name, self._config.replay)
+        replay = traced(connect_replay(self._redis_url, name, self._config.replay))
         self._policies = policies
         self._replay = replay
         timeout_s = self._config.learner.publish_timeout_s
         self._publisher = Publisher(policies, self._world.device, timeout_s)
+        self._requests = Requests(self._board, self)
+        records = Records(self._run, self._board)
+        keeping = asyncio.create_task(records.keep())
         try:
+            await begin(self._board, self._config, name, self.version)
+            await self._requests.forget()
+            await self._apply_settings()
+            await self._metering.resume()
             await self._publisher.resume()
             await self._restore(replay)
             if self.version < self.num_steps:
-                await until_training(self._board, self.stop_requested)
+                await until_training(self._board, self.stop_requested, self.catch_up)
             await loop.run(self, replay)
             self._save_and_wait()
-            await self._board.set_phase("evaluating-after")
+            await self._requests.ended()
+            await until_done(self._board, self.stop_requested)
+            await records.copy()
+            await write_results(self._run, self._config, self._board)
+            await self._metering.finish(is_done=True)
+            if self._stays:
+                await until_stopped(self._is_stopping, self._sign)
         except LearnerStopped:
             self._save_and_wait()
             raise
         finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await self._metering.finish()
             with suppress(WaitTimeout):  # they may have ended with the same error: that one counts
                 self._order(End())
             await replay.close()
             await policies.close()
             await self._board.close()
+            tracing.stop()
 
     async def _restore(self, replay: Replay) -> None:
         """Bring buffer and engines to this learner's version before anything is admitted."""
@@ -169,16 +219,25 @@ class LearnerProcess:
     async def stop_requested(self) -> bool:
         """By signal or through the run board. Asked every few seconds of a wait, which is also how
         the other ranks learn that this one lives."""
+        self._sign()
+        return self._stop or await self._board.stop_requested() is not None
+
+    def _sign(self) -> None:
+        """This one lives: to the other ranks, and to the probe of a supervisor."""
+        self._heartbeat.beat()
         if self._world.size > 1:
             self._order(Idle())
-        return self._stop or await self._board.stop_requested() is not None
+
+    def _is_stopping(self) -> bool:
+        return self._stop
 
     async def train(self, lease: Lease) -> None:
         """One optimizer step; the staleness bound is asserted on what is about to be trained."""
         check_staleness(lease, self._config.replay)
         if self._world.size > 1:
             self._order(Train([encode(group) for group in lease.groups]))
-        self._step(lease.groups)
+        with tracing.training([group.group_id for group in lease.groups], self.version):
+            self._step(lease.groups)
 
     def _step(self, groups: tuple[Group, ...]) -> None:
         batch = build_batch(groups)
@@ -187,8 +246,41 @@ class LearnerProcess:
 
     async def publish(self) -> None:
         """Send the current version to every live engine."""
+        began = time.monotonic()
+        manifest = self._trainer.weight_manifest(await self._publisher.wire_dtype())
         self._order(Gather())
-        await self._publisher.publish(self.version, dict(self._trainer.weights()))
+        self._wire = pack(self._trainer.weights(), manifest, into=self._wire and self._wire.flat)
+        await self._publisher.publish(self.version, self._wire)
+        self._publish_s = time.monotonic() - began
+
+    async def answer_requests(self) -> None:
+        """Between two steps: settings that were changed, and what REST asks for."""
+        await self._apply_settings()
+        await self._requests.answer()
+
+    async def is_paused(self) -> bool:
+        """Whether somebody has closed admission: then it is no fault that no group comes."""
+        return (await self._replay.stats()).admission_paused
+
+    async def is_drained(self) -> bool:
+        """Whether the run is being drained and no group is played any more."""
+        return self._requests.is_draining and (await self._replay.stats()).num_slots == 0
+
+    async def _apply_settings(self) -> None:
+        live = await self._board.settings()
+        if live.revision == self._revision:
+            return
+        self._order(Change(live.values))
+        self._change(live.values)
+        self._revision = live.revision
+        known = (await self._board.get_all()).get("run", {})
+        await self._board.put("run", {**known, "num_steps": self.num_steps})
+
+    def _change(self, values: Mapping[str, float]) -> None:
+        self._config = applied(self._config, values)
+        self._trainer.config = self._config.learner
+        self.num_steps = self._config.learner.num_steps
+        self.draw_timeout_s = self._config.learner.draw_timeout_s
 
     async def catch_up(self) -> None:
         """While waiting for data: engines that hold another version get the current one.
@@ -208,10 +300,14 @@ class LearnerProcess:
 
     async def confirm(self) -> Published | None:
         """Wait until the version before is in use; evictions become events."""
+        began = time.monotonic()
         published = await self._publisher.confirm()
+        self._confirm_s = time.monotonic() - began
         if published is not None:
             with self._run.publishes.open("a") as file:
                 file.write(msgspec.json.encode(published).decode() + "\n")
+            await self._metering.publish(published)
+            await self._board.append_publish(msgspec.to_builtins(published))
         for engine_id, reason in (published.evicted if published else {}).items():
             await self._board.append_event("publish", f"{engine_id} was evicted: {reason}")
         return published
@@ -224,6 +320,7 @@ class LearnerProcess:
         self._recent.append((wait_s, metrics["seconds"]))
         self._max_staleness_seen = max(self._max_staleness_seen, int(metrics["staleness_max"]))
         line = {"step": self.version, "time": time.time(), "wait_s": wait_s, **metrics}
+        line |= {"publish_s": self._publish_s, "confirm_s": self._confirm_s}
         if published is not None:
             line["pause_ms"] = [pause * 1e3 for pause in published.pause_s]
             line["transfer_ms"] = published.transfer_s * 1e3
@@ -232,14 +329,20 @@ class LearnerProcess:
         with self._run.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         await self._board.put("learner", self._section(metrics, wait_s))
+        await self._board.append_step(line)
+        await self._metering.step(line)
         if self.version % self._config.learner.checkpoint_every == 0:
             self.save()
 
     async def _surroundings(self) -> dict[str, float]:
         """The buffer and the other side at this step, for the report."""
         stats = await self._replay.stats()
-        snapshot = build_snapshot(await self._board.get_all(), stats)
+        sections = await self._board.get_all()
+        snapshot = build_snapshot(sections, stats)
+        engines = [s for name, s in sections.items() if name.startswith("policy:")]
         numbers = {
+            "engine_busy_s": sum(engine.get("busy_s", 0.0) for engine in engines),
+            "engine_up_s": sum(engine.get("up_s", 0.0) for engine in engines),
             "num_ready": stats.num_ready,
             "num_slots": stats.num_slots,
             "num_leased": stats.num_leased,
@@ -258,6 +361,7 @@ class LearnerProcess:
             "idle_share": sum(w for w, _ in self._recent) / sum(w + s for w, s in self._recent),
             "tokens_per_s": metrics["num_tokens_trained"] / seconds,
             "max_staleness_seen": self._max_staleness_seen,
+            "settings_revision": self._revision,
         }
 
     def save(self) -> None:
@@ -279,6 +383,11 @@ class LearnerProcess:
         self._checkpoints.save(self._trainer, self.version, extra, score)
         self._checkpointed = self.version
 
+    def save_now(self) -> None:
+        """A checkpoint of the current version, on the disk when this returns."""
+        self.save()
+        self._checkpoints.wait()
+
     def _save_and_wait(self) -> None:
         self.save()
         self._checkpoints.close()
@@ -292,7 +401,9 @@ class LearnerProcess:
     def _follow(self) -> None:
         """Do as rank 0 says. What a gather yields is let go: rank 0 alone publishes."""
         while True:
-            match msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Order):
+            order = msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Order)
+            self._heartbeat.beat()
+            match order:
                 case Train(groups):
                     self._step(tuple(decode(group) for group in groups))
                 case Gather():
@@ -301,19 +412,26 @@ class LearnerProcess:
                     self._save()
                 case Idle():
                     pass
+                case Change(values):
+                    self._change(values)
                 case End():
                     self._checkpoints.close()
                     return
 
 
 async def until_training(
-    board: RunBoard, stop_requested: Callable[[], Awaitable[bool]], timeout_s: float = START_S
+    board: RunBoard,
+    stop_requested: Callable[[], Awaitable[bool]],
+    catch_up: Callable[[], Awaitable[None]],
+    timeout_s: float = START_S,
 ) -> None:
     """Wait until the engines are up and the phase is `training`.
 
     A resumed buffer may hold all the groups that are left to train: a learner that began at once
-    would be through, its weights published to nobody, before the first engine has loaded. Raises
-    LearnerStopped when asked to stop, WaitTimeout after `timeout_s`.
+    would be through, its weights published to nobody, before the first engine has loaded. Engines
+    that started elsewhere than from this learner's checkpoint are not up before they have its
+    version: `catch_up` sends it. Raises LearnerStopped when asked to stop, WaitTimeout after
+    `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -329,6 +447,7 @@ async def until_training(
                     f"the learner waited {timeout_s:g} s for the serve process to load engines and "
                     f"to evaluate ({error})"
                 ) from None
+        await catch_up()
 
 
 def check_staleness(lease: Lease, replay: ReplayConfig) -> None:

@@ -70,11 +70,19 @@ def _columns(snapshot: Snapshot) -> RenderableType:
     )
     if not snapshot.waits.sentence:
         return columns
-    lines = [Text.assemble(("waits  ", "cyan"), snapshot.waits.sentence)]
+    return Group(columns, Text(), _waiting(snapshot))
+
+
+def _waiting(snapshot: Snapshot) -> RenderableType:
+    """Who waits; below it, on one line, what the buffer last refused and why."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    table.add_row("waits", Text(snapshot.waits.sentence))
     if snapshot.waits.refusal:
-        refusal = f"       {snapshot.waits.refusal}"
-        lines.append(Text(refusal, style="dim", overflow="ellipsis", no_wrap=True))
-    return Group(columns, Text(), *lines)
+        refusal = Text(snapshot.waits.refusal, style="dim", overflow="ellipsis", no_wrap=True)
+        table.add_row("", refusal)
+    return table
 
 
 def _facts(title: str, facts: Iterable[tuple[str, str]]) -> RenderableType:
@@ -177,14 +185,18 @@ class Display:
     Plain lines come once per step and phase, and every ten seconds while neither changes.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, is_quiet: bool = False) -> None:
+        """`is_quiet` shows notes alone: somebody else prints the snapshots."""
         self._console = console or Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._is_quiet = is_quiet
+        self._shown: Snapshot | None = None
         self._last: tuple[str, int] | None = None
         self._last_at = 0.0
+        self._last_note = ""
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if is_live(self._console) and not self._is_quiet:
             self._live.start()
         return self
 
@@ -199,14 +211,37 @@ class Display:
 
     def update(self, snapshot: Snapshot) -> None:
         """Show this one."""
+        self._shown, self._last_note = snapshot, ""
+        if self._is_quiet:
+            return
         if self._live.is_started:
-            # The terminal writes ^C where the table ends: without room it would take a new line and
-            # leave the table's first one standing.
-            width = self._console.width - len("^C")
-            self._live.update(Constrain(render(snapshot), width), refresh=True)
+            self._draw(render(snapshot))
             return
         now = time.monotonic()
         at = (snapshot.run.phase, snapshot.run.step)
         if at != self._last or now - self._last_at >= QUIET_LINE_S:
             self._console.print(progress_line(snapshot), soft_wrap=True, highlight=False)
             self._last, self._last_at = at, now
+
+    def note(self, text: str) -> None:
+        """Say why nothing new comes: below the last table, or as a line of its own, once for each
+        reason (what stands in front of the semicolon; how long it may last may change)."""
+        if self._live.is_started:
+            last = render(self._shown) if self._shown is not None else Text()
+            self._draw(Group(last, Text(text, style="yellow")))
+            return
+        reason = text.partition(";")[0]
+        if reason != self._last_note:
+            self._console.print(text, soft_wrap=True, highlight=False)
+            self._last_note = reason
+
+    def _draw(self, drawn: RenderableType) -> None:
+        # The terminal writes ^C where the table ends: without room it would take a new line and
+        # leave the table's first one standing.
+        width = self._console.width - len("^C")
+        self._live.update(Constrain(drawn, width), refresh=True)
+
+
+def is_live(console: Console) -> bool:
+    """Whether a picture may be drawn over and over: not into a file, a pipe or a dumb terminal."""
+    return console.is_terminal and not console.is_dumb_terminal

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from leeway.services.bench.commands import Overrides
+from leeway.services.arguments import AsJson, ConfigFile, Overrides, RunDir
 
 if TYPE_CHECKING:
     from leeway.replay.archive_buffer import Imported, OpenBuffer
@@ -30,19 +30,12 @@ RETRY_S = 5.0
 """How long a command tries a Redis that does not answer."""
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The exported buffer.")]
-RunDir = Annotated[
-    str | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory; else the latest run.")
-]
 Url = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="Redis of the run: redis://host:6379/0.")
 ]
 RunName = Annotated[
     str | None, typer.Option("--run", metavar="NAME", help="Run without a directory here.")
 ]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="TOML file of the run NAME.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")]
 
 
 @replay_app.command("inspect")
@@ -52,11 +45,11 @@ def replay_inspect(
         str | None,
         typer.Option("--group", metavar="ID", help="Show this group; the start of its id will do."),
     ] = None,
-    as_json: AsJson = False,
     url: Url = None,
     run: RunName = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a buffer holds, who waits, and what was dropped."""
     from rich.console import Console
@@ -78,12 +71,12 @@ def replay_inspect(
 def replay_export(
     file: File,
     run_dir: RunDir = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
-    as_json: AsJson = False,
     url: Url = None,
     run: RunName = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write every group of a buffer to FILE; the run goes on."""
     from leeway.replay.archive_buffer import check_absent, export_groups
@@ -103,11 +96,11 @@ def replay_export(
 def replay_import(
     file: File,
     run_dir: RunDir = None,
-    as_json: AsJson = False,
     url: Url = None,
     run: RunName = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Store the groups of FILE in a buffer; those it has already are left alone."""
     from leeway.replay.archive_buffer import check_readable, import_groups

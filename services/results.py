@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import statistics
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from leeway.replay.board import RunBoard
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory
 
@@ -24,7 +27,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out, greedy, before training; None when eval.num_questions is 0."""
     exact_match_after: float | None
     wall_s: float
-    """From the start of the command to the last evaluation, loading of engines included."""
+    """From the start of the run to the last evaluation, loading of engines included; after
+    `leeway train --resume` from the start of that command."""
     steps: int
     max_staleness_seen: int
     """Largest staleness of a trained token, in policy versions."""
@@ -37,23 +41,35 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
 
-def finish(
-    run: RunDirectory, config: RunConfig, wall_s: float, console: Console, json_output: bool
-) -> Summary:
-    """Write model/, summary.json and report.html; print where they are."""
+async def write_results(run: RunDirectory, config: RunConfig, board: RunBoard) -> None:
+    """Write model/, report.html and summary.json, which says that the run has ended."""
+    started_at = (await board.get_all()).get("run", {}).get("started_at", time.time())
+    await asyncio.to_thread(_write, run, config, time.time() - started_at)
+
+
+def _write(run: RunDirectory, config: RunConfig, wall_s: float) -> None:
     from leeway.learner.checkpoint import latest
     from leeway.services.report import write_report
+    from leeway.services.timeline import write_timeline
 
     checkpoint = latest(run.checkpoints)
     if checkpoint is not None:
         export_model(checkpoint.path, run.model)
     summary = summarise(run, config, wall_s)
-    run.summary.write_text(msgspec.json.format(msgspec.json.encode(summary)).decode() + "\n")
+    encoded = msgspec.json.format(msgspec.json.encode(summary)).decode() + "\n"
+    partial = run.summary.with_name(f".{run.summary.name}.partial")
+    partial.write_text(encoded, encoding="utf-8")
+    partial.replace(run.summary)
     write_report(run.root)
+    write_timeline(run)
+
+
+def show_results(run: RunDirectory, console: Console, json_output: bool) -> None:
+    """Say what came out and where it is; with `json_output` the summary as one line on stdout."""
+    summary = msgspec.json.decode(run.summary.read_bytes(), type=Summary)
     _print(run, summary, console)
     if json_output:
         print(msgspec.json.encode(summary).decode(), flush=True)
-    return summary
 
 
 def export_model(checkpoint: Path, model: Path) -> None:

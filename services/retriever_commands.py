@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from leeway.services.arguments import AsJson
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -48,7 +50,7 @@ def retriever_index(
         typer.Option("--passage-prefix", help='Before passages; else "passage: " for E5 models.'),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the index in DIR.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Build the index of a corpus in a folder, whole or not at all."""
     import time
@@ -161,6 +163,10 @@ def retriever_serve(
     cache: Annotated[
         int, typer.Option("--cache", min=0, help="Answers kept, the least recent go first.")
     ] = 8192,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Say where it listens as one JSON line on stdout."),
+    ] = False,
 ) -> None:
     """Serve an index over HTTP under the contract of Search-R1, until SIGTERM or Ctrl-C."""
     import logging
@@ -181,5 +187,15 @@ def retriever_serve(
         build_app(index, top_k, limits),
         host,
         port,
-        lambda url: typer.echo(f"{len(index):,} passages, {index.kind}, at {url}/retrieve"),
+        lambda url: _say_where(url, len(index), index.kind, as_json),
     )
+
+
+def _say_where(url: str, num_documents: int, kind: str, as_json: bool) -> None:
+    import json
+
+    if as_json:
+        found = {"url": f"{url}/retrieve", "num_documents": num_documents, "kind": kind}
+        typer.echo(json.dumps(found))
+    else:
+        typer.echo(f"{num_documents:,} passages, {kind}, at {url}/retrieve")

@@ -18,14 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from psutil import Process
 
 from leeway.replay.errors import LeewayError
+
+__all__ = [
+    "Child",
+    "ChildDied",
+    "Process",
+    "adopt_orphans",
+    "descendants",
+    "end_all",
+    "last_error",
+    "marked",
+    "start",
+    "started_at",
+]
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 _CAUSE = re.compile(
-    r"(?:[a-z_]\w*\.)+(?P<ours>[A-Z]\w+: .+)"  # leeway.replay.errors.DataError: a.jsonl, ...
+    r"leeway: (?P<sentence>.+)"  # how the command line ends
+    r"|(?:[a-z_]\w*\.)+(?P<ours>[A-Z]\w+: .+)"  # leeway.replay.errors.DataError: a.jsonl, ...
     r"|(?P<builtin>[A-Z]\w*Error: .+)"
     r"|\s+traceback : (?P<signal>Signal .+)"  # how torchrun says that a rank was killed
 )
@@ -116,6 +131,26 @@ def descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """Every process of this user whose environment, when it started, held `variable` = `value`."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # of another user, or over
+    return found
+
+
+def started_at(pid: int) -> float:
+    """Unix time; 0 for a process that is over."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return 0.0
 
 
 def end_all(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> None:

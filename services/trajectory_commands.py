@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from leeway.services.arguments import AsJson
+from leeway.services.completion import run_directories
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -34,8 +37,9 @@ def trajectories_show(
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[SOURCE]",
+            metavar="SOURCE",
             help="Run directory, exported buffer, or folder of leeway eval; else the latest run.",
+            autocompletion=run_directories,
         ),
     ] = None,
     group: Annotated[
@@ -72,7 +76,7 @@ def trajectories_show(
         str | None,
         typer.Option(metavar="DIR", help="Model whose importance ratios to show, or bundled."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show trajectories turn by turn: text, trained tokens, versions, ratios."""
     from leeway.services.trajectory_source import Choice

@@ -13,6 +13,7 @@ import tenacity
 from leeway.actors.failures import RetrievalError
 from leeway.actors.search.index import Hit, Index
 from leeway.actors.search.protocol import split_contents
+from leeway.replay import tracing
 
 _INLINE_MS: Final = 1.0
 """A query that takes less is not worth a thread."""
@@ -137,7 +138,9 @@ class HttpRetriever:
 
     async def _request(self, query: str, top_k: int) -> list[Passage]:
         body = {"queries": [query], "topk": top_k, "return_scores": True}
-        response = await self._client.post(self._url, json=body)
+        parent = tracing.traceparent()
+        headers = {} if parent is None else {"traceparent": parent}
+        response = await self._client.post(self._url, json=body, headers=headers)
         if response.status_code in (408, 429) or response.status_code >= 500:
             raise _BusyServer(f"status {response.status_code}", _retry_after_s(response))
         if response.status_code != 200:

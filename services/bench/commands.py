@@ -11,10 +11,6 @@ bench_app = typer.Typer(
     help="Measure Leeway against the plain way to do the same, in one run.", no_args_is_help=True
 )
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key: learner.num_steps=20."),
-]
 JsonLast = Annotated[
     bool, typer.Option("--json", help="One JSON line on stdout; the table on stderr.")
 ]
@@ -75,11 +71,44 @@ def bench_replay(as_json: JsonLast = False, quick: Quick = False) -> None:
     show(run(quick=quick), as_json=as_json)
 
 
+@bench_app.command("publish")
+def bench_publish(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """New weights for a running engine, against a device-local copy, NCCL alone and vLLM's own."""
+    from leeway.services.bench.publish import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("pipeline")
+def bench_pipeline(
+    as_json: JsonLast = False,
+    quick: Quick = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for both runs; a temporary one if not given.")
+    ] = None,
+) -> None:
+    """The whole loop asynchronously, against the same work in lockstep."""
+    from leeway.services.bench.pipeline import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick, out=out), as_json=as_json)
+
+
 @bench_app.command("retriever")
 def bench_retriever(as_json: JsonLast = False, quick: Quick = False) -> None:
     """BM25 over a million passages, 16 requests in flight, against bm25s' own search."""
     from leeway.services.bench.report import show
     from leeway.services.bench.retriever import run
+
+    show(run(quick=quick), as_json=as_json)
+
+
+@bench_app.command("api")
+def bench_api(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """The REST API under 200 requests/s and 500 listeners, and what it costs a training loop."""
+    from leeway.services.bench.api import run
+    from leeway.services.bench.report import show
 
     show(run(quick=quick), as_json=as_json)
 
@@ -98,26 +127,3 @@ def bench_rollout(
     from leeway.services.bench.rollout import run
 
     show(run(quick=quick, backend=backend), as_json=as_json)
-
-
-@bench_app.command("stability")
-def bench_stability(
-    as_json: JsonLast = False,
-    quick: Quick = False,
-    out: Annotated[Path, typer.Option(help="Folder of the arms; those done are kept.")] = Path(
-        "runs/stability"
-    ),
-    part: Annotated[
-        Literal["scan", "lags", "choices", "all"], typer.Option(help="How far to go.")
-    ] = "all",
-    parallel: Annotated[int, typer.Option(min=1, help="Arms beside each other.")] = 1,
-    overrides: Overrides = None,
-) -> None:
-    """Train under ppo, grpo, so-ppo and so-grpo on data exactly 0, 4 and 16 versions old."""
-    from leeway.services.bench.report import show
-    from leeway.services.experiments.stability import run
-
-    result = run(
-        quick=quick, out=out, part=part, parallel=parallel, overrides=tuple(overrides or ())
-    )
-    show(result, as_json=as_json)

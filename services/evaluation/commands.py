@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from leeway.services.bench.commands import Overrides
+from leeway.services.arguments import AsJson, File, Overrides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +22,7 @@ PARENT = Path("evals")
 
 
 def evaluate(
-    file: Annotated[
-        Path | None, typer.Argument(help="TOML file of a run; without one, the defaults.")
-    ] = None,
+    file: File = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -79,9 +77,7 @@ def evaluate(
         float, typer.Option(min=0, max=1, help="Share of questions that may fail to be played.")
     ] = 0.05,
     overrides: Overrides = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The results as one JSON line on stdout.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score a model on question answering benchmarks; the same command goes on where it stopped."""
     from rich.console import Console

@@ -222,7 +222,8 @@ async def use_boards(url: str) -> None:
     await run.request_stop("enough")
     assert await run.wait_stop(5.0) == "enough"
     await policies.heartbeat(
-        EngineRecord(engine_id="e", num_ranks=1, version=3, address="a"), ttl_s=30
+        EngineRecord(engine_id="e", num_ranks=1, dtype="float32", gpus=[], version=3, address="a"),
+        ttl_s=30,
     )
     assert await policies.oldest_version() == PolicyVersion(3)
     assert await policies.next_announcement(0, 0.01) is None

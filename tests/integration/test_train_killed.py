@@ -15,13 +15,15 @@ from leeway.services.layout import RunDirectory
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 ENDLESS = ("--set", "eval.num_questions=0", "--set", "learner.num_steps=100000")
+TWO_RANKS = ("--set", "learner.num_processes=2")
 
 
-def launcher(pids: dict[str, int]) -> int:
+def learner(pids: dict[str, int]) -> int:
     return pids["learner"]
 
 
 def rank(pids: dict[str, int]) -> int:
+    """Of several, which torchrun starts within the learner's process."""
     return psutil.Process(pids["learner"]).children()[0].pid
 
 
@@ -30,10 +32,13 @@ def serve(pids: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("victim", "name"), [(launcher, "learner"), (rank, "learner"), (serve, "serve")]
+    ("victim", "name", "settings"),
+    [(learner, "learner", ()), (rank, "learner", TWO_RANKS), (serve, "serve", ())],
 )
-def test_a_killed_process_ends_the_run(leeway, tiny: Callable[[], Path], victim: Any, name: str):
-    with leeway(tiny(), "train", "tiny.toml", "--json", *ENDLESS) as command:
+def test_a_killed_process_ends_the_run(
+    leeway, tiny: Callable[[], Path], victim: Any, name: str, settings: tuple[str, ...]
+):
+    with leeway(tiny(), "train", "tiny.toml", "--json", *ENDLESS, *settings) as command:
         run: RunDirectory = command.run
         pids = command.state(run).pids
         command.until(lambda: run.metrics.is_file() and len(run.metrics.read_text()) > 10, 120)

@@ -16,6 +16,7 @@ import pytest
 
 from leeway.services.layout import RunDirectory
 from leeway.services.results import Summary
+from leeway.services.status_client import token_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -44,9 +45,10 @@ def seen(leeway, tiny: Callable[[], Path]) -> Seen:
         address = command.state(found.run).api_address
 
         def look() -> bool:
-            for path in ("/healthz", "/v1/status", "/metrics"):
+            headers = {"authorization": f"Bearer {token_of(found.run)}"}
+            for path in ("/livez", "/v1/status", "/metrics"):
                 try:
-                    answer = httpx.get(f"{address}{path}", timeout=5)
+                    answer = httpx.get(f"{address}{path}", timeout=5, headers=headers)
                 except httpx.TransportError:  # it goes away at the end of the run
                     return "done" in found.phases
                 found.answers[path] = answer.status_code
@@ -104,7 +106,7 @@ def test_transformers_loads_the_trained_model(seen: Seen):
 
 
 def test_the_api_answers_while_the_run_lasts(seen: Seen):
-    assert seen.answers == {"/healthz": 200, "/v1/status": 200, "/metrics": 200}
+    assert seen.answers == {"/livez": 200, "/v1/status": 200, "/metrics": 200}
     assert "leeway_" in seen.exposition
     order = ["starting", "evaluating-before", "training", "evaluating-after", "done"]
     assert sorted(seen.phases, key=order.index) == seen.phases

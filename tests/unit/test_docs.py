@@ -13,6 +13,7 @@ import struct
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -23,6 +24,7 @@ from leeway.learner.objective.presets import PRESETS
 from leeway.services import cli
 from leeway.services.config import load
 from leeway.services.config_text import describe, flatten, known_keys
+from leeway.services.experiments.sweep_file import load_sweep
 from leeway.services.layout import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +35,18 @@ PAGES = [
     *sorted(BUNDLE.glob("*.md")),
 ]
 IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
-TABLES = "policy|search|data|environment|reward|rollout|replay|learner|eval|api"
-FOLDERS = {"actors", "deploy", "docs", "learner", "replay", "requirements", "services", "tests"}
+TABLES = "policy|search|data|environment|reward|rollout|replay|learner|eval|api|metrics|tracing"
+FOLDERS = {
+    "actors",
+    "deploy",
+    "docs",
+    "helm",
+    "learner",
+    "replay",
+    "requirements",
+    "services",
+    "tests",
+}
 every_page = pytest.mark.parametrize("page", PAGES, ids=IDS)
 
 
@@ -81,6 +93,10 @@ def test_every_leeway_command_parses(page: Path):
 
 def check_leeway(words: list[str]) -> None:
     command, path = typer.main.get_command(cli.app), ["leeway"]
+    if words[0].startswith("-"):
+        names = {name for param in command.params for name in param.opts}
+        assert words[0] in names | {"-h", "--help"}
+        return
     while words and words[0] in getattr(command, "commands", {}):
         path.append(words[0])
         command = command.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,6 +107,10 @@ def check_leeway(words: list[str]) -> None:
     assert CliRunner().invoke(cli.app, [*path[1:], "--help"]).exit_code == 0
     overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     files = [ROOT / word for word in words if word.endswith(".toml") and (ROOT / word).is_file()]
+    if path[1] == "sweep":
+        for file in files:
+            load_sweep(file, overrides)
+        return
     load(files[0] if files else None, overrides)
 
 
@@ -115,7 +135,7 @@ def test_every_module_that_is_run_exists(page: Path):
 
 @every_page
 def test_every_make_target_exists(page: Path):
-    targets = set(re.findall(r"^([a-z]+):", read(ROOT / "Makefile"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
     named = {words[1] for words in commands(page) if words[0] == "make"}
     assert named <= targets
 
@@ -251,11 +271,15 @@ def test_the_page_names_every_number_of_a_publish():
     assert column(METRICS, "`publishes.jsonl`") == set(Published.__struct_fields__)
 
 
-def test_the_page_names_every_prometheus_metric():
-    source = read(ROOT / "services" / "api" / "metrics.py")
-    counters = re.findall(r'CounterMetricFamily\(\s*"(leeway_\w+)"', source)
-    names = set(re.findall(r'"(leeway_\w+)"', source)) - set(counters)
-    assert column(METRICS, "Prometheus") == names | {f"{name}_total" for name in counters}
+def test_the_page_tells_every_prometheus_metric_with_its_kind_and_labels():
+    from leeway.services.api.metrics import FAMILIES
+
+    section = read(METRICS).partition("\n## Prometheus")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `leeway_")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    told = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels, _ in rows}
+    assert len(told) == len(rows)
+    assert told == {f"`{f.name}`": (f.kind, list(f.labels)) for f in FAMILIES}
 
 
 def test_the_page_names_every_score():
@@ -275,9 +299,10 @@ def test_the_page_names_every_score():
 def test_the_readme_names_endpoints_that_exist():
     from leeway.services.api.app import create_app
 
-    app = create_app(None, None, {})  # type: ignore[arg-type]  (only its routes are looked at)
+    nothing: Any = None  # only its routes are looked at
+    app = create_app(nothing, nothing, nothing, nothing, run=ROOT, config=load(None), tokens=None)
     named = {span.removeprefix("GET ") for span in spans(ROOT / "README.md") if "GET /" in span}
-    assert named == {"/healthz", "/v1/status", "/metrics", "/openapi.json"}
+    assert named == {"/livez", "/v1/status", "/metrics", "/v1/openapi.json"}
     assert named - {app.openapi_url} <= set(app.openapi()["paths"])
 
 

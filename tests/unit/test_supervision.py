@@ -52,3 +52,9 @@ async def test_a_child_that_ignores_sigterm_is_killed_with_all_it_started(tmp_pa
     await child.stop(grace_s=0.3)
     assert child.process.returncode == -9
     assert not psutil.pid_exists(grandchild)
+
+
+def test_the_sentence_of_a_command_is_the_cause_where_its_log_ends_with_one(tmp_path: Path):
+    log = tmp_path / "learner.log"
+    log.write_text("leeway.learner.errors.NonFiniteError: nan\nleeway: the loss is nan\n")
+    assert supervision.last_error(log) == "the loss is nan"

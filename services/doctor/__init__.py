@@ -1,0 +1,1 @@
+"""`leeway doctor`: what is wrong with a machine or a run, and what to do."""
