@@ -260,8 +260,10 @@ def names_written_by_the_learner() -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "line":
             yield ast.literal_eval(node.slice)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "line":
-            assert isinstance(node.value, ast.Dict)
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign) else targets
+        names = {ast.unparse(target) for target in targets}
+        if names & {"line", "numbers"} and isinstance(node.value, ast.Dict):
             yield from (ast.literal_eval(key) for key in node.value.keys if key is not None)
 
 
