@@ -22,14 +22,14 @@ def visible_gpus() -> list[str]:
 
 
 def split_gpus(
-    gpus: list[str], num_ranks: int, num_engines: int
+    gpus: list[str], num_ranks: int, num_engine_gpus: int
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Environment of the serve process and of the learner.
 
     8 GPUs, 2 ranks, 6 engines -> engines on 0 to 5, ranks on 6 and 7. Where there are not enough
     for both, both see all: on one GPU engine and learner share it.
     """
-    if len(gpus) < num_ranks + num_engines:
+    if len(gpus) < num_ranks + num_engine_gpus:
         return {}, {}
     serve, learner = gpus[:-num_ranks], gpus[-num_ranks:]
     return {VISIBLE: ",".join(serve)}, {VISIBLE: ",".join(learner)}

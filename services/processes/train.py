@@ -131,9 +131,9 @@ class Training:
             "TMPDIR": self._scratch,
             REDIS_URL: url,
         }
-        devices = split_gpus(
-            visible_gpus(), config.learner.num_processes, config.policy.num_replicas
-        )
+        policy = config.policy
+        num_engine_gpus = policy.num_replicas * policy.tensor_parallel_size
+        devices = split_gpus(visible_gpus(), config.learner.num_processes, num_engine_gpus)
         commands: tuple[tuple[LogName, str], ...] = (("serve", "serve"), ("learner", "learn"))
         for (name, command), own in zip(commands, devices, strict=True):
             self._children[name] = await supervision.start(

@@ -132,9 +132,9 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     file = CONFIGS / f"{name}.toml"
     if name == "sweep-c":
         # Its model is the user's.
-        text = (CONFIGS / "smollm2.toml").read_text()
+        text = (CONFIGS / "sweep-c-base.toml").read_text()
         base = text.replace("models/SmolLM2-135M-Instruct", "bundled")
-        (tmp_path / "smollm2.toml").write_text(base)
+        (tmp_path / "sweep-c-base.toml").write_text(base)
         file = tmp_path / file.name
         file.write_text((CONFIGS / f"{name}.toml").read_text())
     sweep = load_sweep(file)
