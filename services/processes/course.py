@@ -90,8 +90,9 @@ class Course:
     async def _finish(self) -> None:
         self._evaluated = None
         results = await self._results()
-        # A drained run ends before learner.num_steps.
-        results["after"] = await self._evaluate(await self._step())
+        # A drained run ends before learner.num_steps; one that had nothing to train says nothing.
+        step = await self._step(default=self._config.learner.num_steps)
+        results["after"] = await self._evaluate(step)
         # Before the phase: the learner writes the results down when it reads `done`.
         await self._board.put("eval", results)
         await self._move("evaluating-after", "done")
@@ -105,8 +106,8 @@ class Course:
     async def _results(self) -> dict[str, Any]:
         return (await self._board.get_all()).get("eval", {"history": []})
 
-    async def _step(self) -> int:
-        return (await self._board.get_all()).get("learner", {}).get("step", 0)
+    async def _step(self, default: int = 0) -> int:
+        return (await self._board.get_all()).get("learner", {}).get("step", default)
 
     async def _evaluate(self, step: int) -> dict[str, Any] | None:
         count = self._config.eval.num_questions

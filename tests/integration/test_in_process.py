@@ -21,12 +21,14 @@ SMALL = (
 
 async def test_behind_the_ramp_every_trained_token_is_exactly_max_staleness_old(tmp_path: Path):
     config = load(ROOT / "deploy" / "configs" / "stability.toml", SMALL)
-    result = await run(config, tmp_path)
+    ended = await run(config, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["staleness_max"] for line in lines] == [0, 1, 2, 2, 2]
     assert [line["staleness_mean"] for line in lines] == [0, 1, 2, 2, 2]
     assert all("value_loss" in line for line in lines)
-    left = json.loads((tmp_path / "result.json").read_text())
-    assert left["after"]["exact_match"] == result["after"]["exact_match"]
-    assert 0 <= result["after"]["exact_match"] <= 1
+    text = (tmp_path / "evaluations.jsonl").read_text()
+    written = [json.loads(line) for line in text.splitlines()]
+    assert [line["step"] for line in written] == [0, 5]
+    assert [line["score"] for line in written] == [e.score for e in ended.evaluations]
+    assert all(0 <= line["score"] <= 1 for line in written)
