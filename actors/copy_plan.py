@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = self._written(func, args)
+        written = self._written(func, args, kwargs)
         if written is None:
             return func(*args, **kwargs)
         name = func._schema.name
@@ -110,11 +110,14 @@ class _Recorder(TorchDispatchMode):
             self.refusal = f"{name} writes into the model"
         return written
 
-    def _written(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and isinstance(value, Tensor) and _storage(value) in self._model:
-                return value
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+        named = [(a, kwargs.get(a.name)) for a in func._schema.arguments[len(args) :]]
+        for argument, value in [*zip(func._schema.arguments, args, strict=False), *named]:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor) and _storage(tensor) in self._model:
+                    return tensor
         return None
 
     def _is_received(self, tensor: Tensor) -> bool:

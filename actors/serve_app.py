@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import time
+import uuid
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ class PolicyServer:
         self._policy = await start_policy(spec)
         self._traced = TracedPolicy(self._policy)
         self._board = PolicyBoard(spec.redis_url, spec.run)
-        self.engine_id = f"engine-{os.getpid()}"
+        # Process ids repeat from one container to the next.
+        self.engine_id = f"engine-{uuid.uuid4().hex[:8]}"
         self._membership = Membership(
             self._board, self._policy, self.engine_id, os.uname().nodename
         )

@@ -239,6 +239,8 @@ class TorchPolicy:
         """Take `weights` into use as `version`; `check_manifest` has passed them."""
         with self._weights():
             self._model.load_state_dict(weights, strict=False)
+            if self._decoder.device.type == "cuda":
+                torch.cuda.synchronize(self._decoder.device)
             self._version = version
             self._slots.expire()
 

@@ -80,7 +80,11 @@ class VllmPolicy:
         self._version = version
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self._pause_asked = False
         self._paused_at: float | None = None
+        self._num_commits = 0
+        """Tells apart two versions of one number, of which the first was lost with a learner."""
+        self._gpus = _gpu_uuids(config)
         self._broken: str | None = None
         """Why nothing that the engine samples may be used any longer."""
         self._stop_ids: dict[tuple[str, ...], list[int]] = {}
@@ -116,10 +120,7 @@ class VllmPolicy:
     @property
     def gpus(self) -> list[str]:
         """UUIDs of the GPUs it computes on."""
-        if not torch.cuda.is_available():
-            return []
-        places = range(self._config.tensor_parallel_size)
-        return [current_platform.get_device_uuid(i).removeprefix("GPU-") for i in places]
+        return self._gpus
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn; the versions are those the engine reports for its tokens."""
@@ -131,7 +132,8 @@ class VllmPolicy:
             # A request sent during the pause would carry the old salt.
             await self._unpaused.wait()
             started_for = self._version
-            completion = await self._sample(request, params, f"v{started_for}")
+            salt = f"v{started_for}-{self._num_commits}"
+            completion = await self._sample(request, params, salt)
             if completion.versions[0] == started_for or start == MAX_STARTS:
                 return completion
             # It waited in the engine's queue while weights changed: it may have read a prefix that
@@ -220,9 +222,9 @@ class VllmPolicy:
         version, and the engine must be restarted.
         """
         began = time.monotonic()
-        if not self._stages:
-            await self._pause()
         try:
+            if not self._stages:
+                await self._pause()
             await self._call("leeway_receive", delivery.to_dict(), self._stages)
             await self._until_idle("receive", delivery.timeout_s)
         except BaseException as error:
@@ -243,6 +245,7 @@ class VllmPolicy:
             await self._pause()
             [worker, *_] = await self._call("leeway_commit", str(version))
             self._version = version
+            self._num_commits += 1
             pause_s = await self._resume(version)
             await self._call("leeway_verify")
             await self._until_idle("verify", self._config.start_timeout_s)
@@ -273,23 +276,29 @@ class VllmPolicy:
         """Until nothing is under way any longer; harmless when repeated."""
         if self._paused_at is None:
             self._unpaused.clear()
+            self._pause_asked = True
             await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             self._paused_at = time.monotonic()
 
     async def _resume(self, version: PolicyVersion | None = None) -> float:
         """Go on, with tokens of `version` if it is a new one. Returns the seconds of the pause."""
-        if self._paused_at is None:
+        if not self._pause_asked:
             self._unpaused.set()
             return 0.0
         if version is not None:
             await self._versions.set(version)
         await self._engine.resume_generation()
-        pause_s, self._paused_at = time.monotonic() - self._paused_at, None
+        pause_s = 0.0 if self._paused_at is None else time.monotonic() - self._paused_at
+        self._pause_asked, self._paused_at = False, None
         self._unpaused.set()
         return pause_s
 
     async def abandon(self) -> None:
         """Forget a transfer that failed, so that the next one can start."""
+        if self._pause_asked:
+            # Received in place and not to be used: nothing brings the weights before back.
+            self._broken = self._broken or "its weights are of no version: the learner gave up"
+            await self._resume()
         await self._call("leeway_abandon")
 
     async def _call(self, method: str, *arguments: object) -> list[Any]:
@@ -372,6 +381,14 @@ def engine_arguments(model: Path, config: PolicyConfig, seed: int) -> dict[str, 
         "worker_extension_cls": WORKER_EXTENSION,
         **extra,
     }
+
+
+def _gpu_uuids(config: PolicyConfig) -> list[str]:
+    """Of the devices that this process sees, which are those its engine was started on."""
+    if not torch.cuda.is_available():
+        return []
+    places = range(config.tensor_parallel_size)
+    return [current_platform.get_device_uuid(i).removeprefix("GPU-") for i in places]
 
 
 def _dtype(config: PolicyConfig) -> str:

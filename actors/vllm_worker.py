@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class WorkerExtension:
 
     def leeway_abandon(self) -> None:
         """Drop a transfer that failed."""
-        self._weights.staging.abandon()
+        self._weights.abandon()
 
 
 class EngineWeights:
@@ -128,21 +128,36 @@ class EngineWeights:
     def receive(self, delivery: Delivery, staged: bool) -> None:
         """Begin to receive a version."""
         self._in_place = not staged
+        if not self.staging.has_buffer_for(delivery):
+            self._forget_plan()
         if staged:
             self.staging.start_receive(delivery, then=self._make_plan)
         else:
             self.staging.start_receive(delivery, in_place=_InPlaceReload(self))
 
-    def _make_plan(self, received: Mapping[str, torch.Tensor]) -> None:
+    def abandon(self) -> None:
+        """Drop a transfer that failed."""
+        self.staging.abandon()
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        """It holds on to the buffer it reads from."""
+        self._plan, self._planned_for = None, 0
+
+    def _make_plan(self, received: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """On the receiving thread: so long as buffer and plan belong together nothing is done."""
         address = next(iter(received.values())).data_ptr() if received else 0
         if not self._may_copy or (self._plan is not None and address == self._planned_for):
-            return
-        self._plan = CopyPlan.trace(self._model, self._model.load_weights, received)
-        self._planned_for = address
-        if self._plan is None:
-            self._may_copy = False
-            log.warning("this engine's loader does more than copy: weights are reloaded in a pause")
+            return lambda: None
+        plan = CopyPlan.trace(self._model, self._model.load_weights, received)
+
+        def keep() -> None:
+            self._plan, self._planned_for = plan, address
+            if plan is None:
+                self._may_copy = False
+                log.warning("this engine's loader does more than copy: it reloads in a pause")
+
+        return keep
 
     def commit(self) -> str:
         """Take what was received into use. Says how."""

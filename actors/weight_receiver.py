@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -130,6 +130,7 @@ class StagingArea:
         """What came through host memory on its way to a GPU."""
         self._received: str | None = None
         """Checksum of the version that is here."""
+        self._stream: torch.cuda.Stream | None = None
         self._job: _Job | None = None
         self._error: str | None = None
         self.wire_s = 0.0
@@ -156,51 +157,75 @@ class StagingArea:
         self,
         delivery: Delivery,
         in_place: InPlace | None = None,
-        then: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+        then: Callable[[Mapping[str, torch.Tensor]], Callable[[], None]] | None = None,
     ) -> None:
         """Begin receiving a version: into the buffer, or by `in_place` straight into the engine.
 
         In place, the engine must not compute meanwhile, and what goes wrong leaves it with weights
-        of neither version. `then` is called on the thread with what has come into the buffer.
+        of neither version. `then` is called on the thread with what has come into the buffer; what
+        it returns is called with the result, on the owner's thread, unless the transfer was
+        abandoned.
         """
         group, layout = self._group, Layout(delivery.manifest)
         wire_device = transfer.wire_device(self._transport, self._device)
-        if self._layout is None or self._layout.manifest != layout.manifest:
+        if not self.has_buffer_for(delivery):
             self._layout, self._flat, self._host = layout, None, None
-        layout = self._layout
+        known_flat, known_host = self._flat, self._host
 
-        def receive() -> tuple[float, str]:
+        def receive() -> _Received:
             if group is None:
                 raise TransferError("no transfer group was joined")
             if in_place is not None:
-                return _receive_in_place(group, layout, delivery, wire_device, in_place)
-            if self._flat is None:
-                self._flat = layout.empty(self._device)
-            flat = wire = self._flat
+                got = _receive_in_place(group, layout, delivery, wire_device, in_place)
+                return _Received(*got, None, None, lambda: None)
+            flat = wire = layout.empty(self._device) if known_flat is None else known_flat
+            host = known_host
             if wire_device != self._device:
-                self._host = layout.empty(wire_device) if self._host is None else self._host
-                wire = self._host
+                wire = host = layout.empty(wire_device) if host is None else host
             pieces = [wire[c.start : c.stop] for c in layout.chunks(delivery.chunk_bytes)]
             wire_s = transfer.broadcast(group, pieces, delivery.timeout_s)
             if wire is not flat:
                 flat.copy_(wire)
             received = checksum(layout, flat)
-            if then is not None:
-                then(layout.views(flat))
-            return wire_s, received
+            finish = (lambda: None) if then is None else then(layout.views(flat))
+            return _Received(wire_s, received, flat, host, finish)
 
-        def keep(received: tuple[float, str]) -> None:
-            self.wire_s, self._received = received
+        def keep(received: _Received) -> None:
+            self.wire_s, self._received = received.wire_s, received.checksum
+            self._flat, self._host = received.flat, received.host
+            received.finish()
 
         self.start("receive weights", receive, keep)
         self._received = None
+
+    def has_buffer_for(self, delivery: Delivery) -> bool:
+        """Whether what is to come fits where the version before lies."""
+        return self._layout is not None and self._layout.manifest == tuple(delivery.manifest)
 
     def start(self, what: str, work: Callable[[], Any], keep: Callable[[Any], None]) -> None:
         """Run `work` on a thread; `keep` gets its result on the thread that asks for the state."""
         if self.state() == "busy":
             raise TransferError(f"cannot {what}: the transfer before it is still running")
         self._error = None
-        self._job = _Job(what, _on_own_stream(self._device, work), keep)
+        self._job = _Job(what, self._on_own_stream(work), keep)
+
+    def _on_own_stream(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """`work` with a stream of its own where there are streams, through when it returns.
+
+        It is the same one each time: memory that one stream has freed does not serve another.
+        """
+        if self._device.type != "cuda":
+            return work
+
+        def run() -> Any:
+            with torch.cuda.device(self._device):
+                self._stream = self._stream or torch.cuda.Stream(self._device)
+                with torch.cuda.stream(self._stream), torch.no_grad():
+                    result = work()
+                    self._stream.synchronize()
+            return result
+
+        return run
 
     def state(self) -> str:
         """`busy` while a thread works, `idle` when it is done, else what went wrong."""
@@ -239,13 +264,24 @@ class StagingArea:
         A thread that still runs is left to time out; what it brings is dropped with its job.
         """
         transfer.drop(self._group)
+        if self._job is not None and self._job.is_running:
+            # Its thread may still write into the buffer.
+            self._layout, self._flat, self._host = None, None, None
         self._group, self._received, self._error, self._job = None, None, None, None
-        # The thread may still write into the buffer.
-        self._layout, self._flat, self._host = None, None, None
 
     def close(self) -> None:
         """Same as abandon: sockets close with the group."""
         self.abandon()
+
+
+class _Received(NamedTuple):
+    """What a receiving thread brings."""
+
+    wire_s: float
+    checksum: str
+    flat: torch.Tensor | None
+    host: torch.Tensor | None
+    finish: Callable[[], None]
 
 
 def _receive_in_place(
@@ -270,21 +306,6 @@ def _receive_in_place(
     wire_s = transfer.broadcast(group, pieces, delivery.timeout_s, arrived=take)
     engine.end()
     return wire_s, total.hexdigest()
-
-
-def _on_own_stream(device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]:
-    """`work` with a stream of its own where there are streams, through when it returns."""
-    if device.type != "cuda":
-        return work
-
-    def run() -> Any:
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
-            result = work()
-            stream.synchronize()
-        return result
-
-    return run
 
 
 class _Job:

@@ -144,8 +144,11 @@ def _broadcast_cuda(
 ) -> float:
     """Everything is queued at once on a stream of its own; nothing else on the GPU waits for it."""
     device = pieces[0].device
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    # Memory is kept by stream, so a stream that the caller has chosen is used again.
+    current = torch.cuda.current_stream(device)
+    is_own = current != torch.cuda.default_stream(device)
+    stream = current if is_own else torch.cuda.Stream(device)
+    stream.wait_stream(current)
     with torch.cuda.device(device), torch.cuda.stream(stream):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()

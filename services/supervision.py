@@ -129,7 +129,7 @@ def descendants(pid: int) -> list[psutil.Process]:
     """Every living process below `pid`."""
     try:
         return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return []
 
 
@@ -167,5 +167,5 @@ def end_all(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> None:
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
     try:
         process.send_signal(number)
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return

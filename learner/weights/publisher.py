@@ -66,6 +66,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     num_engines: int
     num_bytes: int
+    transport: str
+    """nccl or gloo."""
     checksum: str
     transfer_s: float
     """From `ready` until every engine held the bytes."""
@@ -90,6 +92,7 @@ class Publisher:
         self._host = _own_address()
         self._publish_id = 0
         self._group_number = 0
+        self._wire_dtype = torch.float32
         self._transport: Transport = "nccl" if device.type == "cuda" else "gloo"
         self._group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
@@ -108,10 +111,12 @@ class Publisher:
         """In which dtype floating-point weights are best sent: that of the engines.
 
         Engines that compute in bfloat16 would round float32 themselves: half the bytes, the same
-        weights. Where they do not agree it is float32.
+        weights. Where they do not agree it is float32; where none lives, what it was before.
         """
         dtypes = {engine.dtype for engine in await self._board.engines()}
-        return torch.bfloat16 if dtypes == {"bfloat16"} else torch.float32
+        if dtypes:
+            self._wire_dtype = torch.bfloat16 if dtypes == {"bfloat16"} else torch.float32
+        return self._wire_dtype
 
     async def publish(self, version: PolicyVersion, weights: FlatWeights) -> int:
         """Send `weights` as `version` to every live engine; returns how many received it.
@@ -152,7 +157,11 @@ class Publisher:
             self._group = await self._form_group(announcement)
         outcome = await self._await_stage(announcement, "joined")
         if not outcome.is_complete:
-            raise TransferError(error_summary(outcome.failed | outcome.silent))
+            evicted = lost.add(outcome)
+            await self._evict(evicted)
+            if evicted:
+                return False
+            raise TransferError(error_summary(outcome.failed))
         group = self._group
         flat = weights.flat.to(transfer.wire_device(announcement.transport, self._device))
         chunks = weights.layout.chunks(announcement.chunk_bytes)
@@ -281,6 +290,7 @@ class Publisher:
             version=self._version,
             num_engines=len(good),
             num_bytes=num_bytes,
+            transport=self._transport,
             checksum=checksum,
             transfer_s=max((r.transfer_s for r in good), default=time.monotonic() - began),
             wire_s=max((r.wire_s for r in good), default=0.0),
@@ -381,9 +391,14 @@ def error_summary(failed: Mapping[str, str]) -> str:
 
 
 def _own_address() -> str:
-    """The address other machines reach this one at; loopback where there is no network."""
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-    return address
+    """The address other machines reach this one at; loopback where there is no network.
+
+    The host's own name may stand for 127.0.1.1. Nothing is sent: connecting a datagram socket only
+    chooses the interface.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

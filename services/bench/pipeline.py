@@ -129,6 +129,7 @@ def _model(folder: Path, is_cuda: bool) -> Path:
     with torch.device("cuda"):
         network: Any = Qwen2ForCausalLM(config)
         network.to(torch.bfloat16).save_pretrained(model)
+        del network
     torch.cuda.empty_cache()
     return model
 

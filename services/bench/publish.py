@@ -61,6 +61,7 @@ class Measured:
 
     shape: str
     num_bytes: int = 0
+    transport: str = ""
     pauses: list[float] = field(default_factory=list)
     copies: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -187,6 +188,7 @@ async def _publishes(
         ended = time.monotonic()
         load.check()
         measured.num_bytes = published.num_bytes
+        measured.transport = published.transport
         measured.pauses += published.pause_s
         measured.copies += published.copy_s
         measured.wires.append(published.wire_s)
@@ -318,7 +320,12 @@ def _rows(m: Measured) -> list[tuple[str, ...]]:
         _row(m, "longest gap seen by a client", m.gaps, "between two outputs, around a publish"),
         _row(m, "the same without a publish", m.usual_gaps, "in as long a while"),
         _row(m, "device-local copy alone", [m.device_copy_s], "the limit of the pause"),
-        _row(m, "on the wire", m.wires, f"{gib / median(m.wires):.0f} GiB/s, engine generating"),
+        _row(
+            m,
+            "on the wire",
+            m.wires,
+            f"{m.transport}, {gib / median(m.wires):.0f} GiB/s, engine generating",
+        ),
         _row(m, "raw broadcast", [m.raw_s], f"{gib / m.raw_s:.0f} GiB/s, nothing else going on"),
         _row(m, "transfer, all of it", m.transfers, "from ready until received and summed"),
     ]
@@ -353,6 +360,7 @@ def _model_keys(m: Measured) -> dict[str, float | int | str]:
     native = m.native_pauses
     return {
         "model": m.shape,
+        "transport": m.transport,
         "pause_ms_p50": 1e3 * median(m.pauses),
         "pause_ms_p99": 1e3 * _p99(m.pauses),
         "gap_ms_p50": 1e3 * median(m.gaps),

@@ -44,12 +44,14 @@ def empty(url: str, *, rewrites: bool) -> None:
     that does so would fall on one turn of a race and not on the other.
     """
     with _sync_client(url) as client:
-        client.config_set("auto-aof-rewrite-percentage", 100 if rewrites else 0)
+        # None may begin by itself between the look and the command, which would be refused then.
+        client.config_set("auto-aof-rewrite-percentage", 0)
         client.flushall()
         deadline_s = time.monotonic() + CALL_TIMEOUT_S
         _wait_for_rewrite(client, deadline_s)
         client.bgrewriteaof()
         _wait_for_rewrite(client, deadline_s)
+        client.config_set("auto-aof-rewrite-percentage", 100 if rewrites else 0)
 
 
 def _wait_for_rewrite(client: Any, deadline_s: float) -> None:

@@ -56,8 +56,10 @@ def main() -> int:
 
     parent, mark = int(sys.argv[1]), sys.argv[2]
     known = family_of(parent)
-    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+    # A process that the parent has forked may hold the other end of the pipe.
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], LOOK_S)[0]:
         known = {process for process in known if process.is_running()} | family_of(parent)
+    known |= family_of(parent)
     end_all(younger_than_this(known | set(marked(MARK, mark))))
     return 0
 

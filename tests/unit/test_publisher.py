@@ -323,10 +323,29 @@ async def test_engine_that_dies_during_the_transfer_does_not_end_the_run(board, 
         assert await publisher.publish(V1, WEIGHTS) == 0
 
 
-async def test_engine_that_is_ready_but_does_not_join_is_named(board, publisher):
+async def test_engine_that_is_ready_but_does_not_join_is_evicted_by_name(board, publisher):
     async with living(Engine(board, "a"), Engine(board, "b", "ready")):
-        with pytest.raises(TransferError, match=r"b: not joined within 1 s"):
-            await publisher.publish(V1, WEIGHTS)
+        assert await publisher.publish(V1, WEIGHTS) == 1
+        published = await publisher.confirm()
+    assert published.evicted == {"b": "not joined within 1 s"}
+
+
+async def test_engine_that_fails_to_join_twice_is_evicted_and_the_others_get_the_version(
+    board, publisher
+):
+    async with living(Engine(board, "a"), Engine(board, "b", "ready failed")):
+        assert await publisher.publish(V1, WEIGHTS) == 1
+        published = await publisher.confirm()
+    assert published.evicted == {"b": "out of memory"}
+
+
+async def test_floats_travel_as_before_while_no_engine_lives(board, publisher):
+    engine = Engine(board, "a")
+    engine.dtype = "bfloat16"
+    await engine.beat()
+    assert await publisher.wire_dtype() == torch.bfloat16
+    await board.withdraw("a")
+    assert await publisher.wire_dtype() == torch.bfloat16
 
 
 # --- confirming ---------------------------------------------------------------------------------
