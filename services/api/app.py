@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
 from leeway.replay.errors import ConfigurationError, LeewayError
-from leeway.replay.store import Replay, VersionSource
+from leeway.replay.store import Replay
 from leeway.services.api.auth import Tokens
 from leeway.services.api.dashboard import add_dashboard
-from leeway.services.api.hub import Hub
+from leeway.services.api.hub import Hub, place_of
 from leeway.services.api.limits import Gate
 from leeway.services.api.metrics import CONTENT_TYPE, exposition
 from leeway.services.api.models import Problem
-from leeway.services.api.problems import add_error_answers, documented
+from leeway.services.api.problems import add_error_answers, documented, validating
 from leeway.services.api.reader import Reader
 from leeway.services.api.recent import RecentGroups, StoredGroups
 from leeway.services.api.requests import MeasuredRequests, RequestCounters
@@ -41,7 +41,7 @@ from leeway.services.api.routes.runs import runs_router
 from leeway.services.api.routes.settings import settings_router
 from leeway.services.api.routes.submission import submission_router
 from leeway.services.api.routes.trajectories import trajectories_router
-from leeway.services.api.served import Board, Served
+from leeway.services.api.served import Board, Engines, Served
 from leeway.services.api.sweeps import sweeps_router
 from leeway.services.config import RunConfig
 
@@ -70,7 +70,7 @@ def connect_app(redis_url: str, run: Path, config: RunConfig, tokens: Tokens | N
         RunBoard(redis_url, name),
         buffer.replay,
         buffer,
-        policies.oldest_version,
+        policies.engines,
         run=run,
         config=config,
         tokens=tokens,
@@ -82,7 +82,7 @@ def create_app(
     board: Board,
     replay: Replay,
     stored: StoredGroups,
-    oldest_version: VersionSource,
+    engines: Engines,
     *,
     run: Path,
     config: RunConfig,
@@ -94,10 +94,8 @@ def create_app(
     """
     reader = Reader(board, replay, {"objective": config.learner.objective})
     recent = RecentGroups(stored, config)
-    hub = Hub(reader, board, lambda: _newest(recent))
-    served = Served(
-        run, config, board, replay, oldest_version, _secret(tokens, run), reader, recent, hub
-    )
+    hub = Hub(reader, board, recent)
+    served = Served(run, config, board, replay, engines, _secret(tokens, run), reader, recent, hub)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -128,12 +126,12 @@ def create_app(
         runs_router,
         parts_router,
         trajectories_router,
-        events_router,
         control_router,
         settings_router,
         submission_router,
     ):
         app.include_router(build(served))
+    app.include_router(events_router(served), dependencies=[Depends(_known_place)])
     app.include_router(sweeps_router(run.parent / SWEEPS))
     requests = RequestCounters()
     _add_metrics(app, served, requests)
@@ -143,8 +141,12 @@ def create_app(
     return app
 
 
-async def _newest(recent: RecentGroups) -> list[Any]:
-    return [seen.item for seen in await recent.look()]
+async def _known_place(request: Request) -> None:
+    """An id that is none of an event of this API is the fault of the request."""
+    given = request.headers.get("last-event-id") or request.query_params.get("after")
+    with validating():
+        if given:
+            place_of(given)
 
 
 def _secret(tokens: Tokens | None, run: Path) -> bytes:
@@ -196,10 +198,7 @@ def serve_in_thread(app: FastAPI, host: str, port: int) -> tuple[str, Callable[[
     Port 0 takes a free one. Raises ConfigurationError when the port is taken.
     """
     listener = listen(host, port)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_settings(app, grace_s=2))
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [listener]}, name="leeway-api", daemon=True
     )
@@ -220,6 +219,21 @@ def serve_in_thread(app: FastAPI, host: str, port: int) -> tuple[str, Callable[[
         listener.close()
 
     return address_of(host, listener.getsockname()[1]), stop
+
+
+def server_settings(app: FastAPI, grace_s: int) -> uvicorn.Config:
+    """How the application is served; answers under way may take `grace_s` seconds at the end.
+
+    Nobody is believed about the address of a client: X-Forwarded-For would get round its rate.
+    """
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        proxy_headers=False,
+        timeout_graceful_shutdown=grace_s,
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -78,9 +78,11 @@ def tokens_of(run: Path, environment: Mapping[str, str] = os.environ) -> tuple[T
 
 
 def _stored(file: Path) -> tuple[Tokens, bool]:
+    if file.exists():
+        return _read(file), False
     fresh = Tokens(secrets.token_urlsafe(24), secrets.token_urlsafe(24))
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _place(file, msgspec.json.encode(fresh) + b"\n")
     except FileExistsError:
         return _read(file), False
     except OSError as error:
@@ -88,9 +90,19 @@ def _stored(file: Path) -> tuple[Tokens, bool]:
             f"{file} cannot be written ({error.strerror}); set {READ_VARIABLE} and "
             f"{CONTROL_VARIABLE}, or api.auth = false"
         ) from None
-    with os.fdopen(descriptor, "wb") as opened:
-        opened.write(msgspec.json.encode(fresh) + b"\n")
     return fresh, True
+
+
+def _place(file: Path, content: bytes) -> None:
+    """A new file, whole from its first moment on. Raises FileExistsError if another was first."""
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content)
+        os.link(partial, file)
+    finally:
+        partial.unlink()
 
 
 def _read(file: Path) -> Tokens:

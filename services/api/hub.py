@@ -3,9 +3,9 @@
     Redis --every POLL_S--> Hub --one queue each--> listener, listener, listener
 
 Messages are encoded once. Each carries an id that names a place in the records of the run, so a
-listener who was away gets the events and steps behind its last id from Redis. `status` and
-`trajectory` tell of now and are not repeated. A listener who does not take its messages is ended
-when MAX_BEHIND wait for it; it comes back with its last id.
+listener who was away gets the events and steps behind its last id from Redis, page by page as it
+takes them. `status` and `trajectory` tell of now and are not repeated. A listener who does not take
+its messages is ended when MAX_BEHIND wait for it; it comes back with its last id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ import msgspec
 from leeway.replay.errors import DataError, LeewayError
 from leeway.replay.run_board import Event
 from leeway.services.api.reader import Reader
-from leeway.services.api.resources import TrajectoryItem
+from leeway.services.api.recent import Seen
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ STATUS_S: Final = 1.0
 MAX_BEHIND: Final = 256
 AT_ONCE: Final = 200
 MAX_REPLAY: Final = 1000
-"""Events and steps that a listener who was away gets at most, the latest."""
+"""Events and steps that a listener who was away gets at most, the latest of each."""
+MAX_REPLAYS: Final = 8
+"""Pages for listeners who were away that are read at the same time."""
 SILENT_S: Final = 10.0
 """After so long without a message a comment is sent, so that both ends know the other lives."""
 ALIVE: Final = b": alive\n\n"
@@ -59,8 +61,13 @@ class Place(NamedTuple):
 
 BEGIN: Final = Place("0-0", 0)
 
-Newest = Callable[[], Awaitable[Sequence[TrajectoryItem]]]
-"""The trajectories since it was last asked."""
+
+class Trajectories(Protocol):
+    """What the hub needs of the last trajectories; recent.RecentGroups is the real one."""
+
+    @property
+    def num_seen(self) -> int: ...
+    async def since(self, number: int) -> Sequence[Seen]: ...
 
 
 def place_of(text: str) -> Place:
@@ -114,39 +121,47 @@ class Listener:
 class Hub:
     """Reads the run while somebody listens. One per event loop."""
 
-    def __init__(self, reader: Reader, records: Records, newest: Newest) -> None:
+    def __init__(self, reader: Reader, records: Records, recent: Trajectories) -> None:
         self._reader = reader
         self._records = records
-        self._newest = newest
+        self._recent = recent
         self._listeners: set[Listener] = set()
+        self._num_taken = 0
         self._place = BEGIN
+        self._trajectory = 0
+        self._since_status_s = STATUS_S
         self._task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._replays = asyncio.Semaphore(MAX_REPLAYS)
 
     @property
     def num_listeners(self) -> int:
-        """Who listens now."""
-        return len(self._listeners)
+        """Who listens now, and who is about to."""
+        return self._num_taken
 
     @asynccontextmanager
-    async def listen(self, after: Place | None) -> AsyncIterator[tuple[list[bytes], Listener]]:
-        """Messages that were missed since `after`, and a listener for those to come. Without
-        `after` the first message is the status. Raises StoreUnavailable.
+    async def listen(
+        self, after: Place | None
+    ) -> AsyncIterator[tuple[AsyncIterator[bytes], Listener]]:
+        """What was missed since `after`, a page at a time and the status last, and a listener for
+        what is to come. Without `after` there is the status alone. Raises StoreUnavailable, also
+        while pages are taken.
         """
+        # Before anything is awaited: who comes meanwhile counts this one.
+        self._num_taken += 1
         listener = Listener()
-        async with self._starting:
-            if self._task is None or self._task.done():
-                self._place = await self._now()
-                self._task = asyncio.create_task(self._follow())
-            until = self._place
-            self._listeners.add(listener)
         try:
-            missed = [] if after is None else await self._between(after, until)
-            look = await self._reader.look()
-            yield [*missed, _message("status", until, look.body)], listener
+            async with self._starting:
+                if self._task is None or self._task.done():
+                    await self._begin()
+                until = self._place
+                self._listeners.add(listener)
+            await self._reader.look()
+            yield self._missed(after, until), listener
         finally:
+            self._num_taken -= 1
             self._listeners.discard(listener)
-            if not self._listeners and self._task is not None:
+            if not self._num_taken and self._task is not None:
                 self._task.cancel()
                 self._task = None
 
@@ -158,46 +173,74 @@ class Hub:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _now(self) -> Place:
+    async def _begin(self) -> None:
         last = await self._records.events(count=1)
         look = await self._reader.look()
-        return Place(last[-1].event_id if last else "0-0", look.snapshot.run.step)
+        self._place = Place(last[-1].event_id if last else "0-0", look.snapshot.run.step)
+        self._trajectory = self._recent.num_seen
+        self._since_status_s = STATUS_S
+        self._task = asyncio.create_task(self._follow())
 
-    async def _between(self, after: Place, until: Place) -> list[bytes]:
-        """Events and steps behind `after`, up to `until`; the latest 1000 of each."""
-        place, found = after._replace(step=max(after.step, until.step - MAX_REPLAY)), list[bytes]()
-        for _ in range(MAX_REPLAY // AT_ONCE):
-            place, messages = await self._read(place, until)
-            found += messages
-            if not messages:
-                break
-        return found
+    async def _missed(self, after: Place | None, until: Place) -> AsyncIterator[bytes]:
+        """Events and steps behind `after`, up to `until`: the latest MAX_REPLAY of each."""
+        if after is not None:
+            async with self._replays:
+                place = await self._beginning(after, until)
+            while True:
+                async with self._replays:
+                    place, messages = await self._read(place, until)
+                if not messages:
+                    break
+                yield b"".join(messages)
+        look = await self._reader.look()
+        yield _message("status", until, look.body)
+
+    async def _beginning(self, after: Place, until: Place) -> Place:
+        """`after`, or later if more than MAX_REPLAY events or steps lie behind it. The run may have
+        gone back to an earlier step since, or lost its events: then `until`, which is now.
+        """
+        step = max(min(after.step, until.step), until.step - MAX_REPLAY)
+        first = min(after.event_id, until.event_id, key=_order)
+        if len(await self._records.events(first, AT_ONCE)) == AT_ONCE:
+            latest = await self._records.events(count=MAX_REPLAY + 1)
+            if len(latest) > MAX_REPLAY:
+                first = max(first, latest[0].event_id, key=_order)
+        return Place(first, step)
 
     async def _follow(self) -> None:
-        since_status_s = STATUS_S
         while True:
             try:
-                self._place, messages = await self._read(self._place)
-                if since_status_s >= STATUS_S:
-                    since_status_s = 0.0
-                    look = await self._reader.look()
-                    messages.append(_message("status", self._place, look.body))
-                    messages += await self._trajectories()
-                    # A resumption at an earlier step writes those behind it anew.
-                    self._place = self._place._replace(
-                        step=min(self._place.step, look.snapshot.run.step)
-                    )
-                self._tell(b"".join(messages))
+                await self._poll()
             except LeewayError as error:
                 log.warning("live events: %s", error)
+            except Exception:
+                # One bad record must not silence the stream of all who listen.
+                log.exception("live events")
             await asyncio.sleep(POLL_S)
-            since_status_s += POLL_S
+            self._since_status_s += POLL_S
 
-    async def _trajectories(self) -> list[bytes]:
-        return [
-            _message("trajectory", self._place, item.model_dump_json().encode())
-            for item in await self._newest()
-        ]
+    async def _poll(self) -> None:
+        """Tell what is new. Nothing is awaited between a step forward and telling of it, so an
+        error loses no message: what was not told is read again.
+        """
+        place, messages = await self._read(self._place)
+        self._place = place
+        self._tell(messages)
+        if self._since_status_s < STATUS_S:
+            return
+        look = await self._reader.look()
+        self._since_status_s = 0.0
+        self._tell([_message("status", self._place, look.body)])
+        # A resumption at an earlier step writes those behind it anew.
+        self._place = place._replace(step=min(place.step, look.snapshot.run.step))
+        seen = await self._recent.since(self._trajectory)
+        self._trajectory = max([self._trajectory, *(one.number for one in seen)])
+        self._tell(
+            [
+                _message("trajectory", self._place, one.item.model_dump_json().encode())
+                for one in seen
+            ]
+        )
 
     async def _read(self, after: Place, until: Place | None = None) -> tuple[Place, list[bytes]]:
         """What is behind `after`, and not behind `until`: that comes by the queue."""
@@ -214,10 +257,11 @@ class Hub:
             messages.append(_message("step", place, msgspec.json.encode(line)))
         return place, messages
 
-    def _tell(self, message: bytes) -> None:
-        if message:
+    def _tell(self, messages: Sequence[bytes]) -> None:
+        if messages:
+            together = b"".join(messages)
             for listener in self._listeners:
-                listener.put(message)
+                listener.put(together)
 
 
 def _order(event_id: str) -> tuple[int, int]:

@@ -1,6 +1,9 @@
 """What stands in front of every route: who may come in, how often, and with how much.
 
-    request -> path of /v1 or /metrics? -> rate of its client -> token -> scope -> size of the body
+    request -> path of /v1 or /metrics? -> token -> rate of its client -> scope -> size of the body
+
+Who has a token is counted apart from who has none, so that a flood of guesses does not lock those
+out who come from the same address. Where no token is asked for, origins.py looks at the request.
 
 GET, HEAD and OPTIONS need the read scope, every other method the control scope. A request is
 refused before its body is read or its path is looked up.
@@ -19,13 +22,13 @@ from starlette.requests import Request
 
 from leeway.services.api.auth import Scope as TokenScope
 from leeway.services.api.auth import Tokens
+from leeway.services.api.origins import READING, complaint
 from leeway.services.api.problems import problem
 from leeway.services.config import ApiConfig
 
 SCOPE_HEADER: Final = b"leeway-scope"
 """Names the scope of the token in every answer, so that a page knows which buttons to show."""
 
-_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="leeway"'}
 
 Message = MutableMapping[str, Any]
@@ -40,6 +43,7 @@ class Gate:
     def __init__(self, app: App, config: ApiConfig, tokens: Tokens | None) -> None:
         self._app = app
         self._tokens = tokens
+        self._host = config.host
         self._max_body_bytes = int(config.max_body_bytes)
         self._rate = RateLimitItemPerSecond(config.max_requests_per_s)
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
@@ -49,13 +53,20 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
+        authorization = request.headers.get("authorization")
+        found = "control" if self._tokens is None else self._tokens.scope_of(authorization)
         client = scope["client"][0] if scope.get("client") else "unknown"
-        if not self._limiter.hit(self._rate, client):
+        if not self._limiter.hit(self._rate, client, found or "no token"):
             detail = f"more than {self._rate.amount} requests a second (api.max_requests_per_s)"
             await problem(429, detail, {"Retry-After": "1"})(scope, receive, send)
             return
-        authorization = request.headers.get("authorization")
-        found = "control" if self._tokens is None else self._tokens.scope_of(authorization)
+        wrong = None
+        if self._tokens is None:
+            wrong = complaint(request.method, request.headers, self._host)
+        if wrong is not None:
+            title = "Another site may not do this"
+            await problem(403, wrong, title=title)(scope, receive, send)
+            return
         if found is None:
             what = "is no token of this run" if authorization else "is missing"
             detail = f"the header Authorization: Bearer TOKEN {what}"
@@ -67,7 +78,7 @@ class Gate:
         self, found: TokenScope, request: Request, receive: Receive, send: Send
     ) -> None:
         scope = request.scope
-        if found == "read" and request.method not in _READING:
+        if found == "read" and request.method not in READING:
             detail = "this token may read; what changes the run needs the control token"
             await problem(403, detail)(scope, receive, send)
             return

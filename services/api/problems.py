@@ -2,10 +2,10 @@
 
 What a part raises on purpose is translated here and nowhere else:
 
-    ConfigurationError, DataError    422, the sentence
+    InvalidRequest                   422, the sentence; see `validating`
     SlotExpired                      409, the sentence
     StoreUnavailable                 503, the sentence
-    any other LeewayError            500, the sentence
+    any other LeewayError            500, the sentence: files or Redis of this side are wrong
     anything else                    500, without a word of it: it may hold what is secret
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
@@ -47,6 +48,21 @@ TITLES: Final[dict[int, str]] = {
     500: "Internal error",
     503: "Not available now",
 }
+
+
+class InvalidRequest(LeewayError):
+    """What a request says cannot be. The message is for who sent it."""
+
+
+@contextmanager
+def validating() -> Iterator[None]:
+    """Around the check of what a request says: what is wrong is the fault of the request. Outside
+    of it the same errors come from files or from Redis, of which the sender knows nothing.
+    """
+    try:
+        yield
+    except (ConfigurationError, DataError) as error:
+        raise InvalidRequest(str(error)) from None
 
 
 def problem(
@@ -91,7 +107,7 @@ def add_error_answers(app: FastAPI) -> None:
 
 
 def _of_ours(error: LeewayError) -> Response:
-    if isinstance(error, ConfigurationError | DataError):
+    if isinstance(error, InvalidRequest):
         return problem(422, str(error))
     if isinstance(error, SlotExpired):
         return problem(409, str(error))

@@ -10,7 +10,7 @@ from typing import Final
 
 import uvicorn
 
-from leeway.services.api.app import address_of, connect_app, listen
+from leeway.services.api.app import address_of, connect_app, listen, server_settings
 from leeway.services.api.auth import FILE, tokens_of
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory, RunState
@@ -39,10 +39,7 @@ def serve_api(config: RunConfig, run: RunDirectory) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it has ended, for the handler that was here before.
         signal.signal(number, lambda *_: None)
-    settings = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
-    )
-    uvicorn.Server(settings).run(sockets=[listener])
+    uvicorn.Server(server_settings(app, GRACE_S)).run(sockets=[listener])
     return 0
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -21,6 +22,19 @@ REFRESH_S: Final = 0.25
 """How old a look may be."""
 ANSWER_TIMEOUT_S: Final = 5.0
 """Seconds Redis may take before a request is answered with 503."""
+
+
+@asynccontextmanager
+async def answer_deadline(more_s: float = 0.0) -> AsyncIterator[None]:
+    """Everything that a route asks of Redis is asked inside. Raises StoreUnavailable when it takes
+    longer than ANSWER_TIMEOUT_S, and `more_s` where the request itself says how long to wait.
+    """
+    deadline_s = ANSWER_TIMEOUT_S + more_s
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError:
+        raise StoreUnavailable(f"Redis gave no answer within {deadline_s:g} s") from None
 
 
 class HasText(Protocol):
@@ -106,16 +120,13 @@ class Reader:
     async def _read(self) -> Look:
         self.num_reads += 1
         taken_at = time.monotonic()
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                sections, phase, events, stats = await asyncio.gather(
-                    self._board.get_all(),
-                    self._board.phase(),
-                    self._board.events(count=1),
-                    self._replay.stats(),
-                )
-        except TimeoutError:
-            raise StoreUnavailable(f"Redis gave no answer within {ANSWER_TIMEOUT_S:g} s") from None
+        async with answer_deadline():
+            sections, phase, events, stats = await asyncio.gather(
+                self._board.get_all(),
+                self._board.phase(),
+                self._board.events(count=1),
+                self._replay.stats(),
+            )
         if phase is not None:
             sections.setdefault("run", {})["phase"] = phase
         snapshot = build_snapshot(sections, stats, last_event=events[-1].text if events else None)

@@ -7,6 +7,7 @@ it has not seen, and keeps the encoded bytes of the last ones.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from leeway.replay.schema import Group, Trajectory
 from leeway.services.api.resources import TrajectoryDetail, TrajectoryItem, TurnDetail
 from leeway.services.config import RunConfig
 from leeway.services.trajectory_view import Episode, build_episode, is_failed, segments
+
+log = logging.getLogger(__name__)
 
 LOOK_S: Final = 2.0
 MAX_AT_ONCE: Final = 16
@@ -60,25 +63,37 @@ class RecentGroups:
         self._num_seen = 0
         self._looked_at = -LOOK_S
         self._lock = asyncio.Lock()
+        self._reading = asyncio.Lock()
         self._questions: Mapping[str, Question] | None = None
         self._tokens: Tokens | None = None
 
-    async def look(self) -> list[Seen]:
-        """Read what is new in the buffer. Returns the new ones, oldest first."""
+    @property
+    def num_seen(self) -> int:
+        """Trajectories that were ever in the list: the number of the newest."""
+        return self._num_seen
+
+    async def look(self) -> None:
+        """Read what is new in the buffer. Raises StoreUnavailable."""
         async with self._lock:
             if time.monotonic() - self._looked_at < LOOK_S:
-                return []
+                return
             self._looked_at = time.monotonic()
             records = await self._buffer.records()
             fresh = [placed for placed in records if placed.group_id not in self._known]
+            self._known &= {placed.group_id for placed in records} | set(self._payloads)
             # Those passed over are known too: they would come late, as if they were new.
-            self._known = {placed.group_id for placed in records} | set(self._payloads)
-            before = self._num_seen
+            self._known |= {placed.group_id for placed in fresh[:-MAX_AT_ONCE]}
             for placed in fresh[-MAX_AT_ONCE:]:
                 payload = await self._buffer.payload(placed)
                 if payload is not None:
-                    await self._keep(bytes(payload))
-            return [seen for seen in self._seen if seen.number > before]
+                    await self._take(placed.group_id, bytes(payload))
+                # Not before: one that could not be read is read at the next look.
+                self._known.add(placed.group_id)
+
+    async def since(self, number: int) -> list[Seen]:
+        """Look, and return those behind `number`, oldest first. Whoever asked before, they come."""
+        await self.look()
+        return [seen for seen in self._seen if seen.number > number]
 
     def page(self, cursor: int | None, limit: int) -> tuple[list[TrajectoryItem], int | None]:
         """Newest first; those before number `cursor`. Also the cursor of the next page."""
@@ -91,35 +106,47 @@ class RecentGroups:
         seen = next((s for s in self._seen if s.item.trajectory_id == trajectory_id), None)
         if seen is None:
             return None
-        group = decode(self._payloads[seen.group_id])
-        trajectory = next(t for t in group.trajectories if t.trajectory_id == trajectory_id)
-        return await asyncio.to_thread(self._detail, group, trajectory, seen.item)
+        payload = self._payloads[seen.group_id]
+        # One at a time: the first of them loads the tokenizer.
+        async with self._reading:
+            return await asyncio.to_thread(self._detail, payload, seen)
 
-    async def _keep(self, payload: bytes) -> None:
+    async def _take(self, group_id: str, payload: bytes) -> None:
+        try:
+            items = await asyncio.to_thread(self._items, payload)
+        except LeewayError as error:
+            log.warning("group %s is not shown: %s", group_id, error)
+            return
+        self._keep(group_id, payload, items)
+
+    def _items(self, payload: bytes) -> list[TrajectoryItem]:
         group = decode(payload)
         if self._questions is None:
-            self._questions = await asyncio.to_thread(_questions_of, self._config)
+            self._questions = _questions_of(self._config)
         question = self._questions.get(group.question_id)
-        self._payloads[group.group_id] = payload
+        return [_item(group, trajectory, question) for trajectory in group.trajectories]
+
+    def _keep(self, group_id: str, payload: bytes, items: Sequence[TrajectoryItem]) -> None:
+        self._payloads[group_id] = payload
         self._num_bytes += len(payload)
-        for trajectory in group.trajectories:
+        for item in items:
             self._num_seen += 1
-            item = _item(group, trajectory, question)
-            self._seen.append(Seen(self._num_seen, group.group_id, item))
+            self._seen.append(Seen(self._num_seen, group_id, item))
         while self._payloads and (len(self._payloads) > MAX_GROUPS or self._num_bytes > MAX_BYTES):
             gone, forgotten = self._payloads.popitem(last=False)
             self._num_bytes -= len(forgotten)
             self._seen = [seen for seen in self._seen if seen.group_id != gone]
 
-    def _detail(
-        self, group: Group, trajectory: Trajectory, item: TrajectoryItem
-    ) -> TrajectoryDetail:
+    def _detail(self, payload: bytes, seen: Seen) -> TrajectoryDetail:
+        group = decode(payload)
+        wanted = seen.item.trajectory_id
+        trajectory = next(t for t in group.trajectories if t.trajectory_id == wanted)
         if self._tokens is None:
             self._tokens = Tokens.load(Path(model_dir(self._config.model)))
         episode = build_episode(trajectory, group.group_id, group.question_id, self._tokens)
         texts = _texts(episode)
         return TrajectoryDetail(
-            **dict(item), prompt=texts.get(("prompt", None), ""), turns=_turns(episode, texts)
+            **dict(seen.item), prompt=texts.get(("prompt", None), ""), turns=_turns(episode, texts)
         )
 
 

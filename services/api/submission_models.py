@@ -14,6 +14,9 @@ Token = Annotated[int, Field(ge=0, le=MAX_INT32)]
 LogProb = Annotated[float, Field(ge=-1e4, le=1e-3, allow_inf_nan=False)]
 Number = Annotated[float, Field(ge=-1e4, le=1e4, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x20-\x7e]+$")]
+_IN_A_PATH = r"^[\x20-\x2d\x30-\x7e][\x20-\x2e\x30-\x7e]*$"
+PathName = Annotated[str, Field(min_length=1, max_length=200, pattern=_IN_A_PATH)]
+"""A name without a slash, and no dot first: it is read again at /v1/trajectories/NAME."""
 
 
 class Sent(BaseModel):
@@ -69,7 +72,8 @@ class SentTurn(Sent):
 class SentTrajectory(Sent):
     """One episode. L: all its tokens; T: the generated ones; K: its turns."""
 
-    trajectory_id: Name
+    trajectory_id: PathName
+    """Unique in the group; without a slash, and no dot first."""
     token_ids: list[Token] = Field(min_length=2)
     """[L] prompt, then of each turn the generated and the observed tokens."""
     num_prompt: int = Field(ge=1, le=MAX_INT32)
@@ -105,8 +109,8 @@ class SlotReturn(Sent):
     """Give a slot back unfilled."""
 
     ticket: str = Field(min_length=1, max_length=1000)
-    reason: str = Field(default="outside", pattern=r"^[a-z][a-z0-9-]{0,30}$")
-    """Counted among the dropped groups."""
+    reason: Literal["outside", "outside-timeout", "outside-failed", "outside-cancelled"] = "outside"
+    """Counted among the dropped groups, and a label of their metric."""
 
 
 class GroupAnswer(Answer):

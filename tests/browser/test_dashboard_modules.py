@@ -143,6 +143,68 @@ async def test_pauses_double_up_to_the_longest(page: Page):
     assert pauses == [0.5, 1, 2, 4, 8, 15, 15, 15]
 
 
+FOLLOW = """(async () => {
+  const end = new AbortController();
+  const asked = [], shown = [], states = [];
+  const before = window.fetch;
+  const text = 'id: 1-0.1\\ndata: bad\\n\\nid: 2-0.1\\ndata: good\\n\\n';
+  window.fetch = async (path, options) => {
+    // The page has a session of its own, which goes on meanwhile.
+    if (path !== 'v1/events') return before(path, options);
+    const {headers} = options;
+    asked.push(headers['Last-Event-ID'] ?? null);
+    if (x.isBroken && asked.length === 1) return {ok: true, body: null};
+    return new Response(text);
+  };
+  try {
+    await m.follow({
+      client: {headers: more => more},
+      lastId: '',
+      signal: end.signal,
+      onEvent: ({data}) => {
+        if (data === 'bad') throw new TypeError('no such panel');
+        shown.push(data);
+        if (asked.length === 2) end.abort();
+      },
+      onState: (state, {error}) => states.push(error ? error.message : state),
+    });
+  } finally {
+    window.fetch = before;
+  }
+  return {asked, shown, states};
+})()"""
+
+
+async def test_an_event_that_cannot_be_shown_does_not_stop_those_behind_it(page: Page):
+    found = await run(page, "stream.js", FOLLOW, {"isBroken": False})
+    assert found["shown"] == ["good", "good"]
+    assert found["asked"] == [None, "2-0.1"]
+
+
+async def test_a_stream_that_breaks_for_any_reason_is_opened_again(page: Page):
+    found = await run(page, "stream.js", FOLLOW, {"isBroken": True})
+    assert found["shown"] == ["good"]
+    assert any("the stream broke" in state for state in found["states"])
+
+
+async def test_records_that_cannot_be_read_after_a_break_are_asked_for_again(page: Page):
+    body = """(async () => {
+      const {ApiError} = await import('/static/client.js');
+      let count = 0;
+      const s = new m.Session('t', {
+        load: async () => {
+          count += 1;
+          if (count === 1) throw new ApiError(503, 'not now', 0.01);
+          if (count === 2) throw new TypeError('no such panel');
+        },
+      });
+      s.following = new AbortController();
+      await s.reload();
+      return count;
+    })()"""
+    assert await run(page, "session.js", body) == 3
+
+
 # --- what is known of a run ---
 
 

@@ -26,12 +26,12 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from leeway.replay.archive_buffer import OpenBuffer
-from leeway.replay.board import RunBoard
-from leeway.replay.schema import PolicyVersion
+from leeway.replay.board import EngineRecord, RunBoard
 from leeway.replay.server import EmbeddedRedis
 from leeway.services.api.app import create_app, serve_in_thread
 from leeway.services.api.auth import tokens_of
 from leeway.services.config import load
+from leeway.services.processes.joining import JOINED
 
 load_all_checks()
 CHECKS = [
@@ -62,14 +62,14 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     tokens, _ = tokens_of(run, {})
     buffer = OpenBuffer(redis.url, run.name, config.replay)
 
-    async def oldest_version() -> PolicyVersion:
-        return PolicyVersion(0)
+    async def engines() -> list[EngineRecord]:
+        return [EngineRecord("engine-1", 1, "float32", [], 0, "10.0.0.2")]
 
     app = create_app(
         RunBoard(redis.url, run.name),
         buffer.replay,
         buffer,
-        oldest_version,
+        engines,
         run=run,
         config=config,
         tokens=tokens,
@@ -86,6 +86,7 @@ async def _begin(url: str, run: Path) -> None:
     await board.set_phase("training")
     await board.put("run", {"name": run.name, "num_steps": 10, "bound": 4})
     await board.put("policy", {"engine-1": {"version": 0}})
+    await board.put(JOINED, {"version": 0})
     await board.append_step({"step": 1, "reward_mean": 0.5})
     await board.append_event("run", "started")
     await board.close()

@@ -63,7 +63,6 @@ def live(leeway, tiny: Callable[[], Path]) -> Iterator[Live]:
 
 
 def test_a_run_that_trains_is_ready_and_shows_its_parts(live: Live):
-    # An engine tells its version once a second, in which this learner makes several.
     ready = live.until(lambda: a if (a := httpx.get(f"{live.address}/readyz")).is_success else None)
     assert ready.json() == {"status": "ok", "reasons": []}
     rollouts = live.until(lambda: r if (r := live.get("rollouts"))["stop_reasons"] else None)

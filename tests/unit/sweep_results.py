@@ -91,6 +91,7 @@ def leave(
         place = folder.arm(result.spec.name)
         place.mkdir(parents=True)
         write_result(place, result)
+    folder.write_grid({r.spec.name: r.learning_rate for r in results if not r.spec.is_scan})
     if rates:
         folder.write_rates(rates)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import stat
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from leeway.replay.board import EngineRecord
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
 from leeway.replay.run_board import Event
 from leeway.replay.run_records import ControlRequest, LiveSettings
@@ -23,6 +25,7 @@ from leeway.replay.store import ReplayStats
 from leeway.services.api import app as api
 from leeway.services.api import models, reader
 from leeway.services.api.auth import FILE, Tokens, tokens_of
+from leeway.services.api.routes import health
 from leeway.services.config import RunConfig, load
 from leeway.services.snapshot import Snapshot
 
@@ -62,6 +65,7 @@ WORKER = {
     },
 }
 SECTIONS: dict[str, dict[str, Any]] = {
+    "joined": {"version": 0},
     "run": {"name": "demo", "num_steps": 60, "bound": 4, "started_at": 1.0, "objective": "grpo"},
     "learner": {
         "step": 7,
@@ -84,10 +88,13 @@ class FakeBoard:
     def __init__(self, sections: Mapping[str, dict[str, Any]], phase: str = "training") -> None:
         self.sections = {name: dict(value) for name, value in sections.items()}
         self.current = phase
+        self.is_mute = False
         self.live = LiveSettings()
         self.told: list[tuple[str, str]] = []
         self.asked: dict[str, ControlRequest] = {}
         self.is_closed = False
+        self.num_changes = self.num_lost = 0
+        """Changes that were tried, and how many of them somebody else forestalls."""
 
     async def get_all(self) -> dict[str, dict[str, Any]]:
         return {name: dict(value) for name, value in self.sections.items()}
@@ -99,6 +106,8 @@ class FakeBoard:
         return [Event("5-0", 5.0, "run", "started")] if after in ("", "0-0") else []
 
     async def append_event(self, kind: str, text: str) -> None:
+        if self.is_mute:
+            raise StoreUnavailable("no answer from 10.0.0.1:6379")
         self.told.append((kind, text))
 
     async def steps(self, after: int = 0, count: int = 100) -> list[dict[str, Any]]:
@@ -120,7 +129,14 @@ class FakeBoard:
     async def settings(self) -> LiveSettings:
         return self.live
 
-    async def change_settings(self, values: Mapping[str, float]) -> LiveSettings:
+    async def change_settings(
+        self, values: Mapping[str, float], before: LiveSettings
+    ) -> LiveSettings | None:
+        self.num_changes += 1
+        if self.num_changes <= self.num_lost:
+            self.live = LiveSettings(self.live.revision + 1, {"learner.checkpoint_every": 7})
+        if before.revision != self.live.revision:
+            return None
         self.live = LiveSettings(self.live.revision + 1, {**self.live.values, **values})
         return self.live
 
@@ -160,16 +176,20 @@ def build(
     tokens: Tokens | None = None,
     config: RunConfig | None = None,
     run: Path = Path("runs/demo"),
+    versions: Sequence[int] = (6,),
 ) -> FastAPI:
-    async def oldest() -> PolicyVersion:
-        return PolicyVersion(6)
+    async def engines() -> list[EngineRecord]:
+        return [
+            EngineRecord(f"engine-{number}", 1, "float32", [], version, "10.0.0.2")
+            for number, version in enumerate(versions, 1)
+        ]
 
     buffer = replay or FakeReplay()
     return api.create_app(
         board or FakeBoard(SECTIONS),
         buffer,
         buffer,
-        oldest,
+        engines,
         run=run,
         config=config or load(None),
         tokens=tokens,
@@ -178,7 +198,7 @@ def build(
 
 async def ask(app: FastAPI, path: str, method: str = "GET", **more: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.request(method, path, **more)
 
 
@@ -238,6 +258,32 @@ def test_tokens_are_generated_once_and_only_their_owner_reads_them(tmp_path: Pat
     assert first.read not in repr(first)
 
 
+def test_the_file_of_tokens_is_whole_when_it_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    linked: list[Tokens] = []
+    link = os.link
+
+    def watched(source: Path, target: Path) -> None:
+        assert not target.exists()
+        link(source, target)
+        linked.append(msgspec.json.decode(target.read_bytes(), type=Tokens))
+
+    monkeypatch.setattr(os, "link", watched)
+    tokens, _ = tokens_of(tmp_path, {})
+    assert linked == [tokens]
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_of_two_that_generate_tokens_at_once_the_first_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first, _ = tokens_of(tmp_path, {})
+    # The second has looked before the first had written.
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    assert tokens_of(tmp_path, {}) == (first, False)
+
+
 def test_tokens_of_the_environment_go_before_the_file(tmp_path: Path):
     given = {"LEEWAY_API_READ_TOKEN": "r" * 16, "LEEWAY_API_CONTROL_TOKEN": "c" * 16}
     assert tokens_of(tmp_path, given) == (Tokens("r" * 16, "c" * 16), False)
@@ -266,6 +312,68 @@ async def test_the_sixth_request_of_a_second_is_refused_where_five_are_allowed()
     assert refused.status_code == 200
 
 
+async def test_a_flood_without_a_token_does_not_lock_out_who_has_one():
+    app = build(tokens=TOKENS, config=load(None, ["api.max_requests_per_s=1"]))
+    flood = [(await ask(app, "/v1/status")).status_code for _ in range(4)]
+    assert set(flood) == {401, 429}
+    assert (await ask(app, "/v1/status", headers=bearer(TOKENS.read))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://localhost:9999"},
+    ],
+    ids=str,
+)
+async def test_without_tokens_a_page_of_another_site_changes_nothing(headers: dict[str, str]):
+    replay = FakeReplay()
+    refused = await ask(build(replay), "/v1/control/pause", "POST", headers=headers)
+    assert (refused.status_code, replay.paused) == (403, [])
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert "another site" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"origin": "http://localhost", "sec-fetch-site": "same-origin"}], ids=str
+)
+async def test_without_tokens_the_dashboard_and_the_shell_change_the_run(headers: dict[str, str]):
+    replay = FakeReplay()
+    assert (await ask(build(replay), "/v1/control/pause", "POST", headers=headers)).is_success
+    assert replay.paused == [True]
+
+
+@pytest.mark.parametrize(
+    ("bound_to", "host", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:8080", 200),
+        ("127.0.0.1", "[::1]:8080", 200),
+        ("127.0.0.1", "evil.example", 403),
+        ("127.0.0.1", "[", 403),
+        ("localhost", "10.0.0.1", 403),
+        ("0.0.0.0", "node-1.example", 200),
+    ],
+)
+async def test_without_tokens_a_loopback_address_answers_to_names_of_this_machine(
+    bound_to: str, host: str, status: int
+):
+    app = build(config=load(None, [f"api.host={bound_to}"]))
+    assert (await ask(app, "/v1/status", headers={"host": host})).status_code == status
+
+
+async def test_with_tokens_any_name_of_the_machine_will_do():
+    headers = {**bearer(TOKENS.read), "host": "run.example"}
+    assert (await ask(build(tokens=TOKENS), "/v1/status", headers=headers)).status_code == 200
+
+
+def test_nobody_is_believed_about_the_address_of_a_client():
+    assert api.server_settings(build(), grace_s=1).proxy_headers is False
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_body_above_the_limit_is_413(is_chunked: bool):
     async def chunks():
@@ -276,6 +384,26 @@ async def test_a_body_above_the_limit_is_413(is_chunked: bool):
     answer = await ask(app, "/v1/slots", "POST", content=content)
     assert answer.status_code == 413
     assert "1024 bytes" in answer.json()["detail"]
+
+
+async def test_a_client_that_is_gone_before_the_stream_begins_is_no_listener():
+    app = build()
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def sent(message: Any) -> None:
+        await asyncio.sleep(0)
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "GET", "path": "/v1/events", "raw_path": b"/v1/events", "query_string": b"",
+        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "scheme": "http",
+        "server": ("localhost", 80), "root_path": "",
+    }  # fmt: skip
+    async with asyncio.timeout(5):
+        await app(scope, gone, sent)  # pyright: ignore[reportArgumentType]
+    assert app.state.hub.num_listeners == 0
 
 
 # --- the status ---------------------------------------------------------------------------------
@@ -388,27 +516,45 @@ async def test_ready_is_who_has_an_engine_within_the_window():
     assert (await ask(build(), "/readyz")).status_code == 200
 
 
-async def test_an_engine_that_answers_is_ready_though_its_section_is_a_second_old():
-    engines = {"engine-1": {"version": 2, "num_requests": 9}}
-    board = FakeBoard({**SECTIONS, "policy": engines})
-    assert (await ask(build(board=board), "/readyz")).status_code == 200
+@pytest.mark.parametrize("version", [3, 7, 8])
+async def test_an_engine_within_the_bound_or_one_ahead_of_the_buffer_is_ready(version: int):
+    assert (await ask(build(versions=[2, version]), "/readyz")).status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("engines", "words"),
+    ("versions", "words"),
     [
-        ({}, "no engine has registered yet"),
-        ({"engine-1": {"version": None}}, "engine-1 holds no version yet"),
-        ({"engine-1": {"version": 2}}, "holds version 2, the learner is at 7 and the bound is 4"),
+        ([], "no engine has registered yet"),
+        ([2], "engine-1 holds version 2, the learner is at 7 and the bound is 4"),
+        ([9], "engine-1 holds version 9, the learner is at 7"),
     ],
 )
 async def test_an_engine_without_a_version_to_sample_from_is_not_ready(
-    engines: dict[str, Any], words: str
+    versions: list[int], words: str
 ):
-    board = FakeBoard({**SECTIONS, "policy": engines})
-    answer = await ask(build(board=board), "/readyz")
+    answer = await ask(build(versions=versions), "/readyz")
     assert answer.status_code == 503
     assert words in answer.json()["reasons"][0]
+
+
+async def test_what_engines_hold_before_the_learner_has_joined_is_no_version_of_the_run():
+    board = FakeBoard({name: value for name, value in SECTIONS.items() if name != "joined"})
+    answer = await ask(build(board=board, versions=[7]), "/readyz")
+    assert answer.status_code == 503
+    assert "the learner has not joined" in answer.json()["reasons"][0]
+
+
+async def test_a_run_that_was_ready_stays_so_between_a_step_and_its_commit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(health, "REFRESH_S", -1.0)
+    versions = [7]
+    app = build(versions=versions)
+    assert (await ask(app, "/readyz")).status_code == 200
+    versions[:] = [2]
+    assert (await ask(app, "/readyz")).status_code == 200
+    monkeypatch.setattr(health, "HOLD_S", 0.0)
+    assert (await ask(app, "/readyz")).status_code == 503
 
 
 async def test_a_process_without_redis_lives_and_is_not_ready():
@@ -433,17 +579,59 @@ async def test_a_checkpoint_is_asked_of_the_learner_and_accepted():
     assert list(board.asked) == ["checkpoint"]
 
 
-async def test_a_drain_closes_admission_first():
+async def test_a_drain_leaves_admission_to_the_learner_that_takes_it_up():
     replay, board = FakeReplay(), FakeBoard(SECTIONS)
     answer = await ask(build(replay, board), "/v1/control/drain", "POST")
-    assert (answer.status_code, replay.paused, list(board.asked)) == (202, [True], ["drain"])
+    assert (answer.status_code, replay.paused, list(board.asked)) == (202, [], ["drain"])
 
 
+async def test_a_drain_that_is_open_is_not_undone_by_a_resumption():
+    replay, board = FakeReplay(), FakeBoard(SECTIONS)
+    app = build(replay, board)
+    await ask(app, "/v1/control/drain", "POST")
+    answer = await ask(app, "/v1/control/resume", "POST")
+    assert (answer.status_code, replay.paused) == (409, [])
+    board.asked["drain"] = msgspec.structs.replace(board.asked["drain"], state="expired")
+    assert (await ask(app, "/v1/control/resume", "POST")).status_code == 200
+    assert replay.paused == [False]
+
+
+@pytest.mark.parametrize("phase", ["starting", "evaluating-before", "evaluating-after", "done"])
 @pytest.mark.parametrize("action", ["drain", "checkpoint", "publish"])
-async def test_a_run_that_is_over_takes_no_request(action: str):
-    board = FakeBoard(SECTIONS, phase="done")
+async def test_a_run_that_does_not_train_takes_no_request(action: str, phase: str):
+    board = FakeBoard(SECTIONS, phase=phase)
     answer = await ask(build(board=board), f"/v1/control/{action}", "POST")
     assert (answer.status_code, board.asked) == (409, {})
+
+
+async def test_a_pause_whose_event_is_lost_is_done_all_the_same():
+    replay, board = FakeReplay(), FakeBoard(SECTIONS)
+    board.is_mute = True
+    answer = await ask(build(replay, board), "/v1/control/pause", "POST")
+    assert (answer.status_code, replay.paused) == (200, [True])
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "hangs"),
+    [
+        ("/v1/policy", "GET", "publishes"),
+        ("/v1/learner/steps", "GET", "steps"),
+        ("/v1/settings", "GET", "settings"),
+        ("/v1/control/drain", "GET", "request"),
+        ("/v1/control/drain", "POST", "ask"),
+        ("/v1/control/resume", "POST", "request"),
+    ],
+)
+async def test_a_board_that_hangs_is_503_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, path: str, method: str, hangs: str
+):
+    async def hang(*_: Any) -> None:
+        await asyncio.sleep(5)
+
+    board = FakeBoard(SECTIONS)
+    monkeypatch.setattr(reader, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(board, hangs, hang)
+    assert (await ask(build(board=board), path, method)).status_code == 503
 
 
 async def test_a_setting_is_checked_as_the_configuration_is():
@@ -482,6 +670,24 @@ async def test_a_change_of_settings_that_are_others_by_now_is_412():
     assert (first.status_code, second.status_code) == (200, 412)
 
 
+async def test_a_worker_that_applies_a_change_makes_no_other_etag():
+    board = FakeBoard(SECTIONS)
+    app = build(board=board)
+    before = (await ask(app, "/v1/settings")).headers["etag"]
+    board.sections["rollout"]["worker-0"] = {**WORKER, "settings_revision": 9}
+    after = await ask(build(board=board), "/v1/settings")
+    assert (after.json()["applied"]["worker-0"], after.headers["etag"]) == (9, before)
+
+
+async def test_a_change_that_somebody_forestalls_is_made_of_what_stands_then():
+    board = FakeBoard(SECTIONS)
+    board.num_lost = 1
+    body = {"values": {"learner.num_steps": 80}}
+    answer = await ask(build(board=board), "/v1/settings", "PATCH", json=body)
+    assert (answer.status_code, answer.json()["revision"]) == (200, 2)
+    assert board.live.values == {"learner.checkpoint_every": 7, "learner.num_steps": 80}
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -516,6 +722,12 @@ async def test_every_error_is_a_problem(method: str, path: str, status: int):
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     models.Problem.model_validate_json(answer.content)
+
+
+async def test_a_redis_that_refuses_the_password_is_no_fault_of_the_request():
+    words = "Redis at 10.0.0.1:6379 refuses the user or password in replay.url"
+    answer = await ask(build(FakeReplay(ConfigurationError(words))), "/v1/status")
+    assert (answer.status_code, answer.json()["detail"]) == (500, words)
 
 
 async def test_an_unexpected_error_does_not_show_its_message():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import DataError
+from leeway.replay.errors import DataError, StoreUnavailable
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.run_board import Event
 from leeway.services.api import hub
 from leeway.services.api.hub import ALIVE, MAX_BEHIND, Hub, Listener, Place, place_of
 from leeway.services.api.reader import Reader
+from leeway.services.api.recent import Seen
+from leeway.services.api.resources import TrajectoryItem
 
 
 class Records:
@@ -23,15 +25,24 @@ class Records:
     def __init__(self) -> None:
         self.num_events = 2
         self.num_reads = 0
+        self.step = 7
+        self.num_seen = 3
+        self.errors: list[Exception] = []
+        """What the next questions for trajectories raise."""
 
     async def get_all(self) -> dict[str, dict[str, Any]]:
-        return {"learner": {"step": 7, "version": 7}}
+        return {"learner": {"step": self.step, "version": 7}}
+
+    async def since(self, number: int) -> list[Seen]:
+        if self.errors:
+            raise self.errors.pop()
+        return [seen(k) for k in range(number + 1, self.num_seen + 1)]
 
     async def phase(self) -> str | None:
         return "training"
 
     async def steps(self, after: int = 0, count: int = 100) -> list[dict[str, Any]]:
-        return [{"step": step} for step in range(after + 1, 8)][:count]
+        return [{"step": step} for step in range(after + 1, self.step + 1)][:count]
 
     async def events(self, after: str = "", count: int = 100) -> Sequence[Event]:
         self.num_reads += 1
@@ -47,10 +58,26 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Records:
 
 
 def hub_of(records: Records) -> Hub:
-    async def none() -> list[Any]:
-        return []
+    return Hub(Reader(records, MemoryReplay(ReplayConfig()), {}), records, records)
 
-    return Hub(Reader(records, MemoryReplay(ReplayConfig()), {}), records, none)
+
+async def every(pages: AsyncIterator[bytes]) -> list[bytes]:
+    """The messages of the pages, each without the empty line at its end."""
+    return [message for page in [page async for page in pages] for message in _cut(page)]
+
+
+def _cut(page: bytes) -> list[bytes]:
+    return page.removesuffix(b"\n\n").split(b"\n\n")
+
+
+def seen(number: int) -> Seen:
+    item = {
+        "trajectory_id": f"t{number}", "group_id": "g", "question_id": "q", "question": None,
+        "golden_answers": [], "worker_id": "w", "is_failed": False, "reward": 1.0,
+        "stop_reason": "answer", "duration_s": 1.0, "num_turns": 1, "num_tokens": 2,
+        "num_trained_tokens": 1, "oldest_version": 0, "scores": {},
+    }  # fmt: skip
+    return Seen(number, "g", TrajectoryItem.model_validate(item))
 
 
 async def until(listener: Listener, words: bytes) -> bytes:
@@ -74,14 +101,15 @@ def test_what_is_no_id_is_refused(text: str):
 
 
 async def test_without_an_id_the_status_comes_first_and_nothing_that_was(records: Records):
-    async with hub_of(records).listen(None) as (missed, _):
+    async with hub_of(records).listen(None) as (pages, _):
+        missed = await every(pages)
         assert len(missed) == 1
         assert missed[0].startswith(b"id: 2-0.7\nevent: status\ndata: {")
 
 
 async def test_from_an_id_on_what_was_missed_comes_first(records: Records):
-    async with hub_of(records).listen(Place("1-0", 5)) as (missed, _):
-        heads = [message.split(b"\ndata")[0] for message in missed]
+    async with hub_of(records).listen(Place("1-0", 5)) as (pages, _):
+        heads = [message.split(b"\ndata")[0] for message in await every(pages)]
     assert heads[:3] == [
         b"id: 2-0.5\nevent: event",
         b"id: 2-0.6\nevent: step",
@@ -94,8 +122,8 @@ async def test_what_happens_meanwhile_comes_once(records: Records, monkeypatch: 
     shared = hub_of(records)
     async with shared.listen(None):
         records.num_events = 3
-        async with shared.listen(Place("1-0", 7)) as (missed, _):
-            events = [message for message in missed if b"event: event" in message]
+        async with shared.listen(Place("1-0", 7)) as (pages, _):
+            events = [message for message in await every(pages) if b"event: event" in message]
     # 3-0 has come behind what the reader has read: it goes through the queue.
     assert [message.split(b"\n")[0] for message in events] == [b"id: 2-0.7"]
 
@@ -105,9 +133,70 @@ async def test_who_was_away_for_long_gets_the_latest_steps(
 ):
     monkeypatch.setattr(hub, "MAX_REPLAY", 2)
     monkeypatch.setattr(hub, "AT_ONCE", 1)
-    async with hub_of(records).listen(Place("2-0", 0)) as (missed, _):
-        steps = [message for message in missed if b"event: step" in message]
-    assert [message.split(b"\n")[0] for message in steps] == [b"id: 2-0.6", b"id: 2-0.7"]
+    records.num_events = 9
+    async with hub_of(records).listen(Place("2-0", 0)) as (pages, _):
+        ids = [message.split(b"\n")[0] for message in await every(pages)]
+    assert ids[:-1] == [b"id: 8-0.5", b"id: 8-0.6", b"id: 9-0.6", b"id: 9-0.7"]
+
+
+async def test_what_was_missed_is_read_page_by_page(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub, "AT_ONCE", 2)
+    monkeypatch.setattr(hub, "POLL_S", 60.0)
+    async with hub_of(records).listen(Place("2-0", 1)) as (pages, _):
+        sizes = [len(_cut(page)) async for page in pages]
+    # Steps 2 to 7, then the status.
+    assert sizes == [2, 2, 2, 1]
+
+
+async def test_a_place_beyond_what_there_is_counts_as_now(records: Records):
+    # The run went back from step 50 to step 7, over a Redis that was emptied.
+    async with hub_of(records).listen(Place("90-0", 50)) as (pages, _):
+        [status] = await every(pages)
+    assert status.startswith(b"id: 2-0.7\nevent: status")
+
+
+async def test_an_error_beside_the_events_loses_none_of_them(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub, "STATUS_S", 0.0)
+    records.errors = [StoreUnavailable("away")] * 3
+    async with hub_of(records).listen(None) as (_, listener):
+        records.num_events = 3
+        await until(listener, b'"e3"')
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), KeyError("step")])
+async def test_after_any_error_the_stream_goes_on(
+    records: Records, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    monkeypatch.setattr(hub, "STATUS_S", 0.0)
+    records.errors = [error]
+    async with hub_of(records).listen(None) as (_, listener):
+        async with asyncio.timeout(5):
+            while records.errors:
+                await asyncio.sleep(0.01)
+        records.num_events = 3
+        await until(listener, b'"e3"')
+
+
+async def test_trajectories_are_told_from_the_moment_somebody_listens(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub, "STATUS_S", 0.0)
+    async with hub_of(records).listen(None) as (_, listener):
+        records.num_seen = 5
+        first = await until(listener, b"event: trajectory")
+    assert (b'"t3"' in first, b'"t4"' in first, b'"t5"' in first) == (False, True, True)
+
+
+async def test_who_is_about_to_listen_counts(records: Records):
+    shared = hub_of(records)
+    coming = asyncio.create_task(shared.listen(None).__aenter__())
+    await asyncio.sleep(0)
+    assert shared.num_listeners == 1
+    await coming
 
 
 async def test_five_hundred_listeners_share_one_reader(records: Records):

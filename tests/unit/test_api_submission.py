@@ -13,7 +13,7 @@ from leeway.replay.errors import DataError
 from leeway.replay.schema import GroupId, PolicyVersion
 from leeway.replay.store import Slot
 from leeway.services.api.routes.submission import check_submitted, group_of
-from leeway.services.api.submission_models import GroupSubmission
+from leeway.services.api.submission_models import GroupSubmission, SlotReturn
 from leeway.services.api.tickets import seal, unseal
 from leeway.services.config import load
 
@@ -107,12 +107,21 @@ def test_a_trajectory_longer_than_the_run_allows_is_refused():
         {"versions": [-1, 0]},
         {"token_ids": [5, 6, 7, 8, 2**40]},
         {"turns": []},
+        {"trajectory_id": "a/b"},
+        {"trajectory_id": ".."},
         {"unknown": 1},
     ],
 )
 def test_a_number_that_would_break_a_step_is_no_number_of_the_schema(changed: dict[str, Any]):
     with pytest.raises(ValidationError):
         sent(trajectory("t0", **changed))
+
+
+@pytest.mark.parametrize("reason", ["anything", "", "timeout"])
+def test_a_slot_is_given_back_for_a_reason_of_a_small_set(reason: str):
+    assert SlotReturn(ticket="t", reason="outside-failed").reason == "outside-failed"
+    with pytest.raises(ValidationError):
+        SlotReturn.model_validate({"ticket": "t", "reason": reason})
 
 
 def test_another_schema_version_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -75,10 +76,46 @@ async def test_what_nobody_took_up_in_time_is_expired_and_can_be_asked_again(boa
 
 
 async def test_settings_add_up_and_count_their_changes(board: RunBoard):
-    await board.change_settings({"learner.num_steps": 5})
-    await board.change_settings({"learner.num_steps": 6, "rollout.max_failure_share": 0.5})
+    await board.change_settings({"learner.num_steps": 5}, await board.settings())
+    values = {"learner.num_steps": 6, "rollout.max_failure_share": 0.5}
+    await board.change_settings(values, await board.settings())
     live = await board.settings()
     assert (live.revision, live.values["learner.num_steps"], len(live.values)) == (2, 6, 2)
+
+
+async def test_of_two_changes_of_the_same_settings_one_is_made(board: RunBoard):
+    before = await board.settings()
+    changes = [board.change_settings({"learner.num_steps": n}, before) for n in (5, 6)]
+    made = [found for found in await asyncio.gather(*changes) if found is not None]
+    assert made == [await board.settings()]
+
+
+async def test_two_who_ask_at_the_same_time_ask_once(board: RunBoard):
+    asked = await asyncio.gather(*(board.ask("publish", "soon", 60.0) for _ in range(5)))
+    assert len({request.request_id for request in asked}) == 1
+
+
+async def test_a_request_is_taken_up_by_its_deadline_or_not_at_all(board: RunBoard):
+    late = await board.ask("drain", "soon", -1.0)
+    assert not await board.answer(late, "working", "begun")
+    found = await board.request("drain")
+    assert found is not None and found.state == "expired"
+
+
+async def test_an_answer_to_a_request_that_was_replaced_is_not_written(board: RunBoard):
+    late = await board.ask("publish", "soon", -1.0)
+    new = await board.ask("publish", "soon", 60.0)
+    assert not await board.answer(late, "done", "sent")
+    assert await board.request("publish") == new
+
+
+async def test_what_is_over_is_not_answered_again(board: RunBoard):
+    request = await board.ask("publish", "soon", 60.0)
+    assert await board.answer(request, "working", "sending")
+    assert await board.answer(request, "done", "sent")
+    assert not await board.answer(request, "failed", "no engine")
+    found = await board.request("publish")
+    assert found is not None and found.state == "done"
 
 
 # --- the learner's side -------------------------------------------------------------------------
@@ -102,6 +139,9 @@ class FakeLearning:
 
     async def confirm(self) -> None:
         self.done.append("confirm")
+
+    async def close_admission(self) -> None:
+        self.done.append("close")
 
 
 async def answered(board: RunBoard, learning: FakeLearning, action: run_records.Action):
@@ -145,6 +185,30 @@ async def test_a_drain_is_done_when_training_has_ended(board: RunBoard):
     await requests.ended()
     found = await board.request("drain")
     assert found is not None and found.state == "done"
+
+
+async def test_a_drain_closes_admission_when_it_is_taken_up_and_keeps_it_closed(board: RunBoard):
+    learning = FakeLearning()
+    requests, _ = await answered(board, learning, "drain")
+    assert learning.done == ["close"]
+    await requests.answer()
+    assert learning.done == ["close", "close"]
+
+
+async def test_a_drain_that_expired_closes_nothing(board: RunBoard):
+    learning = FakeLearning()
+    requests = Requests(board, learning)
+    await board.ask("drain", "soon", -1.0)
+    await requests.answer()
+    assert (learning.done, requests.is_draining) == ([], False)
+
+
+async def test_what_was_asked_for_when_training_had_ended_fails(board: RunBoard):
+    requests = Requests(board, FakeLearning())
+    await board.ask("checkpoint", "soon", 60.0)
+    await requests.ended()
+    found = await board.request("checkpoint")
+    assert found is not None and found.state == "failed"
 
 
 async def test_a_learner_that_starts_anew_forgets_what_was_begun(board: RunBoard):

@@ -262,10 +262,22 @@ def test_wandb_keeps_a_run_offline_without_a_key(tmp_path: Path, monkeypatch: py
     sinks.step(1, {"loss": 0.5})
     sinks.finish(SUMMARY)
     assert sinks.failures() == []
-    [file] = tmp_path.glob("wandb/offline-run-*/run-demo-1.wandb")
+    run_id = (tmp_path / "wandb-id").read_text().strip()
+    [file] = tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
     kept = file.read_bytes()
     for name in (b"loss", b"exact_match_after", b"learner.num_steps"):
         assert name in kept
+
+
+def test_wandb_knows_a_run_by_an_id_of_its_directory_not_by_its_name(tmp_path: Path):
+    pytest.importorskip("wandb")
+    from leeway.services.sinks.wandb_sink import _id_of
+
+    here, there = tmp_path / "a" / "demo-1", tmp_path / "b" / "demo-1"
+    for directory in (here, there):
+        directory.mkdir(parents=True)
+    assert _id_of(here) != _id_of(there)
+    assert _id_of(here) == _id_of(here)
 
 
 def test_wandb_is_online_only_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch):

@@ -120,6 +120,33 @@ def test_an_arm_of_the_grid_that_the_scan_has_run_is_the_same_arm(tmp_path: Path
     assert len(at_rate & {arm.name for arm in scan_arms(sweep, grid)}) == 2
 
 
+def test_a_key_at_its_value_in_the_base_makes_no_other_arm(tmp_path: Path):
+    axes = '[[grid]]\nseed = [0]\ndata.seed = [DATA]\nstaleness = [0]\nobjective = ["grpo"]\n'
+    names: list[set[str]] = []
+    for value in ("0", "1"):
+        sweep = load_sweep(write(tmp_path, HEAD + SCAN + axes.replace("DATA", value)))
+        grid = grid_arms(sweep)
+        scan = {arm.name for arm in scan_arms(sweep, grid)}
+        names.append({arm.with_rate(2e-4).name for arm in grid} & scan)
+    # data.seed is 0 without the axis; at 1 the questions come in another order.
+    assert [len(found) for found in names] == [1, 0]
+
+
+def test_an_arm_that_two_grids_name_is_refused_also_by_a_default(tmp_path: Path):
+    one = '[[grid]]\nobjective = ["grpo"]\nstaleness = [0]\nseed = [0]\n'
+    sweep = load_sweep(write(tmp_path, HEAD + one + one + "data.seed = [0]\n"))
+    with pytest.raises(ConfigurationError, match=r"2 repeats an arm of \[\[grid\]\] 1"):
+        grid_arms(sweep)
+
+
+def test_the_scan_of_the_sweep_of_section_1_is_part_of_its_grid():
+    sweep = load_sweep(CONFIGS / "sweep-lags.toml")
+    grid = grid_arms(sweep)
+    scan = scan_arms(sweep, grid)
+    settled = {arm.with_rate(1e-4).name for arm in grid}
+    assert (len(settled), len(settled | {arm.name for arm in scan})) == (24, 32)
+
+
 def test_an_axis_of_learning_rates_needs_no_scan(tmp_path: Path):
     text = HEAD + SCAN + "[[grid]]\nlearning_rate = [1e-3]\nstaleness = [0]\n"
     sweep = load_sweep(write(tmp_path, text))

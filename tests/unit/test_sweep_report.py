@@ -13,8 +13,9 @@ from leeway.replay.errors import ConfigurationError, DataError
 from leeway.services import cli
 from leeway.services.experiments.arm_result import curves_of, read_lines
 from leeway.services.experiments.sweep_folder import SweepFolder
+from leeway.services.experiments.sweep_plots import heat_fields
 from leeway.services.experiments.sweep_report import write_report
-from leeway.services.experiments.sweep_rows import Row
+from leeway.services.experiments.sweep_rows import Row, cells_of, row_of
 
 from .sweep_results import arm, leave
 
@@ -103,6 +104,20 @@ def test_the_curves_hold_a_line_for_each_step_and_one_before(folder: SweepFolder
     assert [line["step"] for line in own] == [0, 1, 2, 3, 4]
     assert [line["held_out"] for line in own] == [0.3, None, 0.6, None, pytest.approx(0.7)]
     assert [line["staleness_mean"] for line in own] == [None, 0, 1, 2, 2]
+
+
+def test_what_shares_a_field_of_the_heat_map_is_one_mean():
+    results = [
+        arm(lag=2, seed=0, score=0.8),
+        arm(lag=2, seed=1, score=0.6),
+        # Set to 3, and as old in the end.
+        arm(lag=3, lags=[2.0] * 4, mode="bound", score=0.1, status="collapsed", collapse_step=2),
+        arm("ppo", lag=2, score=0.7),
+    ]
+    cells = cells_of(row_of(result) for result in results)
+    found = heat_fields(["grpo", "ppo"], cells, [[2.0, 2.0, 2.0]])
+    # (0.8 + 0.6 + 0.1) / 3
+    assert found == {(0, 0): (pytest.approx(0.5), 1), (1, 0): (pytest.approx(0.7), 0)}
 
 
 def test_every_picture_is_a_png_and_an_svg(folder: SweepFolder):

@@ -148,10 +148,37 @@ def test_a_failed_arm_of_the_scan_scores_nothing():
     assert rates_of([failed]) == {}
 
 
-def test_runs_at_rates_that_the_scan_rejected_are_in_no_curve():
-    results = [scan("grpo", 1e-4, 0, 0.5), scan("grpo", 2e-4, 0, 0.9), arm("grpo", rate=2e-4)]
-    kept = select_grid(results, {"grpo": 2e-4})
-    assert [r.spec.name for r in kept] == [r.spec.name for r in results[1:]]
+def test_runs_of_the_scan_that_are_none_of_the_grid_are_in_no_curve():
+    chosen = scan("grpo", 2e-4, 0, 0.3)
+    results = [scan("grpo", 1e-4, 0, 0.5), chosen, arm("grpo", rate=2e-4)]
+    # At the chosen rate too: its seed would count twice.
+    assert select_grid(results, [results[2].spec.name]) == results[2:]
+    # Where the grid names it, it is there once.
+    assert select_grid(results, [chosen.spec.name]) == [chosen]
+
+
+def test_a_cell_holds_each_seed_of_the_grid_once(tmp_path: Path):
+    grid = [arm(seed=0, score=0.8, rate=2e-4), arm(seed=1, score=0.9, rate=2e-4)]
+    folder = leave(tmp_path / "s", [*grid, scan("grpo", 2e-4, 0, 0.2)], rates={"grpo": 2e-4})
+    (cell,) = findings(folder).cells
+    assert (cell.num_arms, cell.scores, cell.mean) == (2, [0.8, 0.9], pytest.approx(0.85))
+
+
+def test_the_scan_makes_no_series_beside_those_of_the_grid(tmp_path: Path):
+    grid = [arm(variant={"eps": eps}, rate=2e-4) for eps in (0.2, 0.004)]
+    folder = leave(tmp_path / "s", [*grid, scan("grpo", 2e-4, 0, 0.2)], rates={"grpo": 2e-4})
+    found = findings(folder)
+    assert [cell.series for cell in found.cells] == ["grpo · eps 0.2", "grpo · eps 0.004"]
+    assert len(found.rows) == 3
+
+
+def test_runs_at_a_rate_that_a_later_scan_replaced_are_in_no_cell_and_no_row(tmp_path: Path):
+    old, new = arm(lag=2, score=0.1, rate=1e-4), arm(lag=2, score=0.8, rate=2e-4)
+    folder = leave(tmp_path / "s", [old, new], rates={"grpo": 2e-4})
+    folder.write_grid({new.spec.name: 2e-4})
+    found = findings(folder)
+    assert [(cell.num_arms, cell.scores) for cell in found.cells] == [(1, [0.8])]
+    assert [row.arm for row in found.rows] == [new.spec.name]
 
 
 # --- two sweeps

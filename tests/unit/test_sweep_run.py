@@ -19,6 +19,7 @@ from leeway.services.experiments.launchers import Job, places, run_process
 from leeway.services.experiments.ray_launcher import num_places
 from leeway.services.experiments.sweep_file import Resources, load_sweep
 from leeway.services.experiments.sweep_folder import SweepFolder, SweepState
+from leeway.services.experiments.sweep_report import findings
 from leeway.services.experiments.sweep_run import Limits, run_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +130,33 @@ def test_failed_arms_are_run_again_when_asked(tmp_path: Path, use):
     assert run(tmp_path).num_failed == 2
     state = run(tmp_path, retry_failed=True)
     assert (state.num_failed, len(fake.started)) == (0, 2)
+
+
+def test_a_scan_that_was_retried_leaves_no_arm_of_the_rate_before(tmp_path: Path, use):
+    # At first 2e-4 fails, so 1e-4 is taken; when it is run again it is the better one.
+    use(FakeLauncher(lambda spec: "no memory" if rate(spec) == 2e-4 else 0.5))
+    assert run(tmp_path).rates == {"grpo": 1e-4}
+    use(FakeLauncher(lambda spec: 0.9))
+    state = run(tmp_path, retry_failed=True)
+    assert state.rates == {"grpo": 2e-4}
+    # Two of the scan and three more of the grid; the folder still holds three at 1e-4.
+    assert (state.num_arms, state.num_ended) == (5, 5)
+    folder = SweepFolder(tmp_path / "out")
+    assert len(folder.results()) == 8
+    cells = findings(folder).cells
+    assert [cell.scores for cell in cells] == [[0.9, 0.9], [0.9, 0.9]]
+
+
+def test_the_grid_is_written_with_its_rates_once_the_scan_is_done(tmp_path: Path, use):
+    use(FakeLauncher(lambda spec: 0.9 if rate(spec) == 2e-4 else 0.5, seconds=0.4))
+    run(tmp_path, max_s=0.2)
+    folder = SweepFolder(tmp_path / "out")
+    assert folder.read_grid() == {}
+    use(FakeLauncher(lambda spec: 0.9 if rate(spec) == 2e-4 else 0.5))
+    run(tmp_path)
+    grid = folder.read_grid()
+    assert list(grid.values()) == [2e-4] * 4
+    assert grid.keys() < {result.spec.name for result in folder.results()}
 
 
 def test_an_objective_whose_scan_failed_is_a_row_for_each_of_its_arms(tmp_path: Path, use):
@@ -284,6 +312,25 @@ async def test_arms_see_the_gpu_of_their_place_and_give_it_back(
     launcher = launchers.Processes(Resources(num_gpus=1), 8, ["4", "5"])
     await asyncio.gather(*(launcher.run(Job(tmp_path, (), 1.0)) for _ in range(6)))
     assert sorted(seen) == ["4", "4", "4", "5", "5", "5"]
+
+
+def test_arms_that_take_no_gpu_see_none():
+    # The worker of Ray chooses none; `processes` gives a place without one.
+    assert launchers.environment_of(Resources(num_gpus=0))["CUDA_VISIBLE_DEVICES"] == ""
+    # What Ray has set for a task with a part of a GPU stays.
+    assert "CUDA_VISIBLE_DEVICES" not in launchers.environment_of(Resources(num_gpus=0.5))
+    assert launchers.environment_of(Resources(num_gpus=1), "3")["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+async def test_the_process_of_an_arm_without_a_gpu_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (tmp_path / "looks.py").write_text("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    launcher = launchers.Processes(Resources(), 1, [])
+    assert await launcher.run(Job(tmp_path, ("looks",), 30.0)) is None
+    assert (tmp_path / "log.txt").read_text() == "''\n"
 
 
 def test_the_state_lies_in_a_file(tmp_path: Path, use):

@@ -1,7 +1,8 @@
 """Steering the run: pause, resume, drain, checkpoint, publish.
 
-Admission is the buffer's, so the API opens and closes it itself. The rest is a request on the run
-board, which the learner takes up between two steps.
+Admission is the buffer's, so the API opens and closes it itself for pause and resume. The rest is a
+request on the run board, which the learner takes up between two steps; for a drain the learner
+closes admission then, so that a request which nobody takes up changes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fastapi import APIRouter, HTTPException, Path, Query, Response
 from leeway.replay.run_records import Action, ControlRequest
 from leeway.services.api.examples import example
 from leeway.services.api.problems import documented
+from leeway.services.api.reader import answer_deadline
 from leeway.services.api.resources import ControlAnswer
 from leeway.services.api.served import Served
 
@@ -25,7 +27,7 @@ LOOK_S: Final = 0.1
 WaitS = Annotated[float, Query(ge=0, le=30)]
 
 _AWAITED: Final[dict[Action, str]] = {
-    "drain": "admission is closed; the learner trains what is left, writes a checkpoint and ends",
+    "drain": "the learner closes admission, trains what is left, writes a checkpoint and ends",
     "checkpoint": "the learner writes it after the step it is in",
     "publish": "the learner sends its version to every engine after the step it is in",
 }
@@ -47,18 +49,21 @@ def control_router(served: Served) -> APIRouter:
         """
         return await _set_paused(served, True)
 
-    @router.post("/resume", responses=example("paused"))
+    @router.post("/resume", responses={**example("paused"), **documented(409)})
     async def resume() -> ControlAnswer:
-        """Open admission again."""
+        """Open admission again. 409 while a drain waits or is under way: it cannot be undone."""
+        async with answer_deadline():
+            drain = await served.board.request("drain")
+        if drain is not None and drain.is_open:
+            raise HTTPException(409, "the run is being drained and ends; resume it afterwards")
         return await _set_paused(served, False)
 
     @router.post("/drain", responses=accepted)
     async def drain(response: Response, wait_s: WaitS = 0) -> ControlAnswer:
-        """Close admission, train what is left, write a checkpoint, and end the run as if
-        learner.num_steps were reached. It can be resumed.
+        """The learner closes admission, trains what is left, writes a checkpoint, and ends the run
+        as if learner.num_steps were reached. It can be resumed.
         """
         await _check_runs(served)
-        await served.replay.pause_admission(True)
         return await _ask(served, "drain", response, wait_s)
 
     @router.post("/checkpoint", responses=accepted)
@@ -78,7 +83,8 @@ def control_router(served: Served) -> APIRouter:
         action: Annotated[Literal["drain", "checkpoint", "publish"], Path()],
     ) -> ControlAnswer:
         """How far the latest request of this kind is."""
-        request = await served.board.request(action)
+        async with answer_deadline():
+            request = await served.board.request(action)
         if request is None:
             raise HTTPException(404, "nobody has asked for it in this run")
         return _answer_of(request)
@@ -88,15 +94,18 @@ def control_router(served: Served) -> APIRouter:
 
 async def _check_runs(served: Served) -> None:
     look = await served.reader.look()
-    if look.phase in (None, "evaluating-after", "done"):
-        raise HTTPException(409, "no learner would take it up: training is over, or has not begun")
+    if look.phase != "training":
+        raise HTTPException(
+            409, f"the run is in phase {look.phase}; the learner takes requests up in training"
+        )
 
 
 async def _set_paused(served: Served, paused: bool) -> ControlAnswer:
     now = time.time()
-    await served.replay.pause_admission(paused)
+    async with answer_deadline():
+        await served.replay.pause_admission(paused)
     text = "admission is closed" if paused else "admission is open"
-    await served.board.append_event("control", text)
+    await served.note("control", text)
     return ControlAnswer(
         action="pause" if paused else "resume",
         request_id=None,
@@ -108,12 +117,16 @@ async def _set_paused(served: Served, paused: bool) -> ControlAnswer:
 
 
 async def _ask(served: Served, action: Action, response: Response, wait_s: float) -> ControlAnswer:
-    request = await served.board.ask(action, _AWAITED[action], TAKE_UP_S)
+    async with answer_deadline():
+        request = await served.board.ask(action, _AWAITED[action], TAKE_UP_S)
     ends_at = time.monotonic() + wait_s
     while request.is_open and time.monotonic() < ends_at:
         await asyncio.sleep(LOOK_S)
-        found = await served.board.request(action)
-        request = request if found is None else found
+        async with answer_deadline():
+            found = await served.board.request(action)
+        if found is None or found.request_id != request.request_id:
+            break
+        request = found
     response.status_code = 202 if request.is_open else 200
     return _answer_of(request)
 

@@ -13,7 +13,7 @@ from leeway.services.api import resources
 from leeway.services.api.examples import example
 from leeway.services.api.models import Eval, Held, Learning, Staleness
 from leeway.services.api.models import Replay as ReplayModel
-from leeway.services.api.reader import Look
+from leeway.services.api.reader import Look, answer_deadline
 from leeway.services.api.served import Served, answer
 from leeway.services.snapshot import Section
 
@@ -33,7 +33,9 @@ def parts_router(served: Served) -> APIRouter:
     async def policy(request: Request) -> Response:
         """Versions live in each engine, and the last publishes."""
         look = await served.reader.look()
-        return _sent(request, policy_of(look, await served.board.publishes()))
+        async with answer_deadline():
+            publishes = await served.board.publishes()
+        return _sent(request, policy_of(look, publishes))
 
     @router.get("/replay", response_model=resources.ReplayDetail, responses=example("replay"))
     async def replay(request: Request) -> Response:
@@ -54,7 +56,8 @@ def parts_router(served: Served) -> APIRouter:
         """One record per optimizer step behind `after`, in order: the line of metrics.jsonl. The
         newest 4096 are kept. To read on, pass the last step as `after`.
         """
-        return resources.Page(items=await served.board.steps(after, limit))
+        async with answer_deadline():
+            return resources.Page(items=await served.board.steps(after, limit))
 
     return router
 

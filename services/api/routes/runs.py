@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +19,7 @@ from leeway.services.api.reader import Look
 from leeway.services.api.resources import Page, RunItem
 from leeway.services.api.served import Served, answer
 from leeway.services.layout import RunDirectory
+from leeway.services.snapshot import SILENT_S
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -43,19 +48,32 @@ def runs_router(served: Served) -> APIRouter:
     ) -> Page[RunItem]:
         """Runs in the folder that this API sees, newest name first; the served one among them."""
         look = await served.reader.look()
-        names = sorted(_names(served), reverse=True)
-        behind = [name for name in names if cursor is None or name < cursor]
-        page = [_item(served, look, name) for name in behind[:limit]]
-        return Page(items=page, next=page[-1].name if len(behind) > limit else None)
+        return await asyncio.to_thread(_page, served, look, cursor, limit)
 
     @router.get("/runs/{name}", responses=example("run"))
     async def run(name: str) -> RunItem:
         """One of them."""
-        if name not in _names(served):
+        look = await served.reader.look()
+        found = await asyncio.to_thread(_one, served, look, name)
+        if found is None:
             raise HTTPException(404, "no run of this name in the folder of this API")
-        return _item(served, await served.reader.look(), name)
+        return found
 
     return router
+
+
+# The folder may hold thousands of runs on a slow disk: what follows runs on a thread.
+
+
+def _page(served: Served, look: Look, cursor: str | None, limit: int) -> Page[RunItem]:
+    names = sorted(_names(served), reverse=True)
+    behind = [name for name in names if cursor is None or name < cursor]
+    page = [_item(served, look, name) for name in behind[:limit]]
+    return Page(items=page, next=page[-1].name if len(behind) > limit else None)
+
+
+def _one(served: Served, look: Look, name: str) -> RunItem | None:
+    return _item(served, look, name) if name in _names(served) else None
 
 
 def _names(served: Served) -> set[str]:
@@ -75,14 +93,28 @@ def _item(served: Served, look: Look, name: str) -> RunItem:
         state, is_running = None, False
     is_over = summary is not None or (is_current and look.phase == "done")
     run = look.snapshot.run
+    started_at = look.section("run").get("started_at") if is_current else None
+    if is_current:
+        # The API of `leeway train` lives in the process that owns the run.
+        is_own = state is not None and state.pids.get("train") == os.getpid()
+        is_running = is_running or is_own or _is_alive(look)
     return RunItem(
         name=name,
         is_current=is_current,
-        state="done" if is_over else "running" if is_running or is_current else "stopped",
+        state="done" if is_over else "running" if is_running else "stopped",
         phase=run.phase if is_current else None,
-        started_at=state.started_at if state else look.section("run").get("started_at"),
+        started_at=state.started_at if state else started_at,
         step=run.step if is_current else summary.steps if summary else None,
         exact_match=summary.exact_match_after if summary else None,
+    )
+
+
+def _is_alive(look: Look) -> bool:
+    """Whether any process of the run has written to its board a moment ago."""
+    return any(
+        time.time() - section.get("updated_at", 0.0) <= SILENT_S
+        for section in look.sections.values()
+        if isinstance(section, Mapping)
     )
 
 

@@ -3,50 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from leeway.replay.run_records import LiveSettings
 from leeway.services.api.examples import example
-from leeway.services.api.problems import documented
-from leeway.services.api.reader import Look
+from leeway.services.api.problems import documented, validating
+from leeway.services.api.reader import Look, answer_deadline
 from leeway.services.api.resources import SettingInfo, Settings, SettingsChange
-from leeway.services.api.served import Served, answer
+from leeway.services.api.served import Served
 from leeway.services.config import RunConfig
 from leeway.services.live_settings import LIVE_KEYS, changed, text_of, value_of
+
+NUM_TRIES: Final = 10
+"""How often a change is tried anew when somebody else was faster."""
 
 
 def settings_router(served: Served) -> APIRouter:
     """`/v1/settings`."""
     router = APIRouter(prefix="/v1", tags=["settings"])
 
-    @router.get("/settings", response_model=Settings, responses=example("settings"))
-    async def settings(request: Request) -> Response:
-        """What can be changed, its value, and who goes by it already."""
+    @router.get("/settings", responses=example("settings"))
+    async def settings(response: Response) -> Settings:
+        """What can be changed, its value, and who goes by it already. The ETag is that of the
+        revision, so the answer always comes in full.
+        """
         look = await served.reader.look()
-        found = settings_of(served.config, await served.board.settings(), look)
-        return answer(request, found.model_dump_json().encode())
+        live = await _stored(served)
+        response.headers["ETag"] = tag_of(live)
+        return settings_of(served.config, live, look)
 
-    @router.patch("/settings", responses={**example("settings"), **documented(412)})
-    async def change(request: Request, body: SettingsChange) -> Settings:
+    @router.patch("/settings", responses={**example("settings"), **documented(409, 412)})
+    async def change(request: Request, response: Response, body: SettingsChange) -> Settings:
         """Change some. The learner applies its own before its next step, the workers theirs within
         two seconds; read `applied` until `is_applied`. With `If-Match` (the ETag of the GET) it is
         refused where somebody else has changed them meanwhile.
         """
-        before = await served.board.settings()
-        wanted = request.headers.get("if-match")
-        if wanted is not None and wanted != "*":
-            look = await served.reader.look()
-            current = settings_of(served.config, before, look).model_dump_json().encode()
-            if answer(request, current).headers["etag"] != wanted:
-                raise HTTPException(412, "the settings are others by now; read them again")
-        changed(served.config, {**before.values, **body.values})
-        after = await served.board.change_settings(body.values)
+        after = await _change(served, body.values, request.headers.get("if-match"))
         words = ", ".join(f"{key} = {value:g}" for key, value in sorted(body.values.items()))
-        await served.board.append_event("settings", f"revision {after.revision}: {words}")
+        await served.note("settings", f"revision {after.revision}: {words}")
+        response.headers["ETag"] = tag_of(after)
         return settings_of(served.config, after, await served.reader.look(max_age_s=0))
 
     return router
+
+
+def tag_of(live: LiveSettings) -> str:
+    """The ETag of settings: of their revision, and not of who goes by it already."""
+    return f'"revision-{live.revision}"'
+
+
+async def _stored(served: Served) -> LiveSettings:
+    async with answer_deadline():
+        return await served.board.settings()
+
+
+async def _change(
+    served: Served, values: Mapping[str, float], if_match: str | None
+) -> LiveSettings:
+    """Check the sum of what stands and `values`, and write it if that still stands."""
+    wanted = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
+    for _ in range(NUM_TRIES):
+        before = await _stored(served)
+        if wanted is not None and not wanted & {"*", tag_of(before)}:
+            raise HTTPException(412, "the settings are others by now; read them again")
+        with validating():
+            changed(served.config, {**before.values, **values})
+        async with answer_deadline():
+            after = await served.board.change_settings(values, before)
+        if after is not None:
+            return after
+    raise HTTPException(409, "others change the settings all the while; try again")
 
 
 def settings_of(config: RunConfig, live: LiveSettings, look: Look) -> Settings:

@@ -6,6 +6,7 @@ their sender may be mistaken about the tokenizer, and nothing that it sends may 
 
 from __future__ import annotations
 
+import asyncio
 from functools import lru_cache
 from typing import Final
 
@@ -14,10 +15,13 @@ from fastapi import APIRouter, HTTPException
 
 from leeway.actors.config import model_dir
 from leeway.actors.tokens import Tokens
+from leeway.replay.bounds import check_fills
 from leeway.replay.errors import DataError, WaitTimeout
 from leeway.replay.schema import SCHEMA_VERSION, Group, GroupId, Trajectory, Turn, check_group
+from leeway.replay.store import Slot
 from leeway.services.api.examples import example
-from leeway.services.api.problems import documented
+from leeway.services.api.problems import documented, validating
+from leeway.services.api.reader import answer_deadline
 from leeway.services.api.served import Served
 from leeway.services.api.submission_models import (
     GroupAnswer,
@@ -50,7 +54,8 @@ def submission_router(served: Served) -> APIRouter:
             raise HTTPException(409, f"the run is in phase {look.phase}; groups enter in training")
         wait_s = max(SHORTEST_WAIT_S, body.wait_s)
         try:
-            granted = await served.replay.admit(body.num, served.oldest_version, wait_s)
+            async with answer_deadline(wait_s):
+                granted = await served.replay.admit(body.num, served.oldest_version, wait_s)
         except WaitTimeout as refusal:
             raise HTTPException(409, str(refusal), {"Retry-After": "1"}) from None
         timeout_s = served.config.replay.slot_timeout_s
@@ -73,8 +78,9 @@ def submission_router(served: Served) -> APIRouter:
     @router.post("/slots/return", responses={**example("returned"), **documented(409)})
     async def give_back(body: SlotReturn) -> SlotReturned:
         """Give a slot back unfilled, so that another may have it before it expires."""
-        slot = unseal(body.ticket, served.secret)
-        await served.replay.drop(slot, body.reason)
+        slot = _slot_of(body.ticket, served)
+        async with answer_deadline():
+            await served.replay.drop(slot, body.reason)
         return SlotReturned(slot_id=slot.slot_id, state="dropped")
 
     @router.post("/groups", responses={**example("group"), **documented(409)})
@@ -82,11 +88,16 @@ def submission_router(served: Served) -> APIRouter:
         """Fill a slot. Sent again, for an hour, it changes nothing and gets the same answer. 409:
         the slot has expired; ask for another.
         """
-        slot = unseal(body.ticket, served.secret)
-        group = group_of(body, GroupId(slot.slot_id))
+        slot = _slot_of(body.ticket, served)
         look = await served.reader.look(max_age_s=0)
-        check_submitted(group, served.config, look.stats.learner_version)
-        await served.replay.add(slot, group)
+        # Loaded out here: that it cannot be is no fault of the request.
+        await asyncio.to_thread(_vocabulary, str(model_dir(served.config.model)))
+        with validating():
+            group = group_of(body, GroupId(slot.slot_id))
+            check_submitted(group, served.config, look.stats.learner_version)
+            check_fills(slot, group, served.config.replay)
+        async with answer_deadline():
+            await served.replay.add(slot, group)
         return GroupAnswer(
             group_id=group.group_id,
             state="added",
@@ -95,6 +106,11 @@ def submission_router(served: Served) -> APIRouter:
         )
 
     return router
+
+
+def _slot_of(ticket: str, served: Served) -> Slot:
+    with validating():
+        return unseal(ticket, served.secret)
 
 
 def max_tokens_of(config: RunConfig) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, HTTPException, Path, Query
 
 from leeway.services.api.examples import example
+from leeway.services.api.reader import answer_deadline
 from leeway.services.api.resources import Page, TrajectoryDetail, TrajectoryItem
 from leeway.services.api.served import Served
 
@@ -23,7 +24,8 @@ def trajectories_router(served: Served) -> APIRouter:
         """The last ones that reached the buffer, newest first. This API keeps up to 256 groups,
         also those that have been trained since; when many come at once it passes some over.
         """
-        await served.recent.look()
+        async with answer_deadline():
+            await served.recent.look()
         items, following = served.recent.page(cursor, limit)
         return Page(items=items, next=None if following is None else str(following))
 
@@ -32,7 +34,8 @@ def trajectories_router(served: Served) -> APIRouter:
         trajectory_id: Annotated[str, Path(min_length=1, max_length=300)],
     ) -> TrajectoryDetail:
         """One of them, as text, turn by turn."""
-        await served.recent.look()
+        async with answer_deadline():
+            await served.recent.look()
         found = await served.recent.detail(trajectory_id)
         if found is None:
             raise HTTPException(404, "it is not among the last trajectories")

@@ -21,6 +21,7 @@ export class Session {
     this.ended = new AbortController();
     this.following = null;
     this.resting = null;
+    this.numReloads = 0;
     document.addEventListener('visibilitychange', () => this.rest(), {signal: this.ended.signal});
   }
 
@@ -59,7 +60,8 @@ export class Session {
       return null;
     } catch (error) {
       if (error instanceof ApiError) return error;
-      throw error;
+      console.error('the records are not shown', error);
+      return new ApiError(500, `the page cannot show what it has read: ${error.message}`);
     }
   }
 
@@ -75,10 +77,27 @@ export class Session {
         if (state === 'refused') this.onRefused(more.error);
         else this.onState(state, more);
         // The stream may not hold all that was missed: the records do.
-        if (state === 'live' && wasLive) this.problemOfLoad();
+        if (state === 'live' && wasLive) this.reload();
         wasLive ||= state === 'live';
       },
     });
+  }
+
+  /** Read the records again beside the stream, until it has worked; a later reload takes over. */
+  async reload() {
+    const {signal} = this.following;
+    this.numReloads += 1;
+    const number = this.numReloads;
+    for (let failures = 0; ; failures += 1) {
+      const error = await this.problemOfLoad();
+      if (error === null || signal.aborted || number !== this.numReloads) return;
+      if (error.isRefused) {
+        this.onRefused(error);
+        return;
+      }
+      await pause(error.retryAfterS ?? pauseOf(failures), signal);
+      if (signal.aborted || number !== this.numReloads) return;
+    }
   }
 
   /** Let go of the stream of a page that has been hidden for a while, until it is seen again. */

@@ -66,7 +66,12 @@ export async function follow({client, lastId, onEvent, onState, signal}) {
   let failures = 0;
   const take = event => {
     if (event.id) last = event.id;
-    onEvent(event);
+    try {
+      onEvent(event);
+    } catch (error) {
+      // One that cannot be shown does not keep the page from those behind it.
+      console.error('an event is not shown', event.type, error);
+    }
   };
   while (!signal.aborted) {
     onState('connecting', {});
@@ -97,8 +102,8 @@ async function problemOfStream(options) {
   try {
     return await readStream(options);
   } catch (error) {
-    if (error instanceof ApiError) return error;
-    throw error;
+    // Whatever it was, following goes on.
+    return error instanceof ApiError ? error : new ApiError(0, `the stream broke: ${error.message}`);
   }
 }
 
