@@ -2,8 +2,10 @@
 learner, and settings that were changed while the run goes on.
 
     REST    ask("checkpoint") ----> hash: the latest request of each action
-    learner requests() between two steps, answer(...) when one is done
+    learner requests() between two steps, answer(...) when it takes one up, and when it is done
     REST    request("checkpoint"): waiting, working, done, failed, or expired
+
+Each change is one script, which compares what stands before it writes.
 
 Settings are a state, not a message: who applies them reads them when it likes, and says in its own
 section which revision it has.
@@ -21,7 +23,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from leeway.replay.connection import Link
+from leeway.replay.connection import Link, ScriptSet
 from leeway.replay.keys import BoardKeys
 
 MAX_STEPS: Final = 4096
@@ -63,6 +65,8 @@ class LiveSettings(msgspec.Struct, frozen=True):
     """Goes up by one with each change."""
     values: dict[str, float] = {}
     """By dotted key, such as learner.learning_rate."""
+    change_id: str = ""
+    """Of the change that made this revision: one that is sent twice is known by it."""
 
 
 class RunRecords:
@@ -71,6 +75,7 @@ class RunRecords:
     def __init__(self, keys: BoardKeys, link: Link) -> None:
         self._records = keys
         self._store = link
+        self._record_scripts = ScriptSet(link, keys, ())
 
     # ---- steps and publishes
 
@@ -120,11 +125,8 @@ class RunRecords:
 
     async def ask(self, action: Action, detail: str, take_up_s: float) -> ControlRequest:
         """Ask the learner, which takes it up between two steps, within `take_up_s`. An open request
-        of the same action is returned instead of a second one.
+        of the same action is returned instead of a second one, whoever asks at the same time.
         """
-        before = await self.request(action)
-        if before is not None and before.is_open:
-            return before
         now = time.time()
         request = ControlRequest(
             request_id=secrets.token_hex(8),
@@ -133,8 +135,14 @@ class RunRecords:
             deadline_at=now + take_up_s,
             detail=detail,
         )
-        await self._write(request)
-        return request
+        stands = await self._record_scripts.run(
+            "ask",
+            action=action,
+            request_id=request.request_id,
+            now=now,
+            record=msgspec.json.encode(request).decode(),
+        )
+        return msgspec.json.decode(stands, type=ControlRequest)
 
     async def request(self, action: Action) -> ControlRequest | None:
         """The latest request of the action; None before the first."""
@@ -148,16 +156,20 @@ class RunRecords:
             for name, data in found.items()
         }
 
-    async def answer(self, request: ControlRequest, state: RequestState, detail: str) -> None:
-        """Say how far it is. Only the learner does."""
-        await self._write(
-            msgspec.structs.replace(request, state=state, detail=detail, answered_at=time.time())
-        )
-
-    async def _write(self, request: ControlRequest) -> None:
-        data = msgspec.json.encode(request)
-        await self._store.call(
-            lambda: self._store.client.hset(self._records.requests, request.action, data)
+    async def answer(self, request: ControlRequest, state: RequestState, detail: str) -> bool:
+        """Say how far it is; only the learner does. False, and nothing is written, where it is not
+        open any more: it has expired, is over, or another has taken its place.
+        """
+        now = time.time()
+        answered = msgspec.structs.replace(request, state=state, detail=detail, answered_at=now)
+        return bool(
+            await self._record_scripts.run(
+                "answer",
+                action=request.action,
+                request_id=request.request_id,
+                now=now,
+                record=msgspec.json.encode(answered).decode(),
+            )
         )
 
     # ---- settings
@@ -167,13 +179,20 @@ class RunRecords:
         data = await self._store.call(lambda: self._store.client.get(self._records.settings))
         return LiveSettings() if data is None else msgspec.json.decode(data, type=LiveSettings)
 
-    async def change_settings(self, values: Mapping[str, float]) -> LiveSettings:
-        """Add to the changed settings, or change them again. The caller has checked them."""
-        before = await self.settings()
-        changed = LiveSettings(before.revision + 1, {**before.values, **values})
-        data = msgspec.json.encode(changed)
-        await self._store.call(lambda: self._store.client.set(self._records.settings, data))
-        return changed
+    async def change_settings(
+        self, values: Mapping[str, float], before: LiveSettings
+    ) -> LiveSettings | None:
+        """Add to the settings `before`, or change them again. The caller has checked the sum. None,
+        and nothing is changed, where those that stand are of another revision by now.
+        """
+        change_id = secrets.token_hex(8)
+        changed = LiveSettings(before.revision + 1, {**before.values, **values}, change_id)
+        is_written = await self._record_scripts.run(
+            "change_settings",
+            stands=before.revision,
+            record=msgspec.json.encode(changed).decode(),
+        )
+        return changed if is_written else None
 
 
 def _aged(request: ControlRequest) -> ControlRequest:

@@ -101,7 +101,8 @@ class ApiConfig(FrozenModel):
     """Whether /v1 and /metrics ask for a bearer token (docs/rest.md says where tokens come from).
     false lets everybody who reaches the port read and control the run."""
     max_requests_per_s: int = Field(default=500, ge=1)
-    """Most requests a second from one address; more are answered 429."""
+    """Most requests a second from one address, counted apart with and without a token; more are
+    answered 429."""
     max_body_bytes: ByteSize = Field(default=ByteSize(16 * 2**20), ge=1024)
     """Largest body of a request, such as 16777216 or "16MiB"; a larger one is answered 413."""
     max_listeners: int = Field(default=1000, ge=1)

@@ -3,7 +3,10 @@
 LEEWAY_HEARTBEAT_FILE names it. It appears when the model is loaded and is touched at every step and
 in every slice of a wait, so a probe compares its age with the longest step:
 
-    test -n "$(find "$LEEWAY_HEARTBEAT_FILE" -mmin -30)"
+    test ! -f "$LEEWAY_HEARTBEAT_FILE" || test -n "$(find "$LEEWAY_HEARTBEAT_FILE" -mmin -30)"
+
+Without the file the process has not begun to work; a probe of its start looks for it. `leeway learn`
+removes what an earlier process left before it waits for anything.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ runs/demo-20261127-143000/
 ├── eval.json        held-out evaluations and sample transcripts
 ├── summary.json     the final numbers; written last, so a run that has it has ended
 ├── report.html
+├── wandb-id        what wandb knows the run by
 ├── timeline.json   who waited, trained and published when, as a Chrome trace
 ├── checkpoints/     model, optimizer and position, to resume from
 ├── model/           the final policy, Hugging Face format

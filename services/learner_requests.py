@@ -3,6 +3,9 @@
 API   RunBoard.ask ---> waiting ---> working ---> done, failed
                         |            here, on rank 0 of the learner
                         expired: not taken up before its deadline
+
+A drain closes admission when it is taken up, not when it is asked for: one that expires changes
+nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Steered(Protocol):
     def save_now(self) -> None: ...
     async def publish(self) -> None: ...
     async def confirm(self) -> Published | None: ...
+    async def close_admission(self) -> None: ...
 
 
 class Requests:
@@ -53,7 +57,11 @@ class Requests:
                 await self._board.answer(request, "failed", text)
 
     async def answer(self) -> None:
-        """Do what is waiting. What fails is answered so, and training goes on."""
+        """Do what is waiting. What fails is answered so, and training goes on. While the run is
+        drained admission is kept closed, though somebody has opened it who knew nothing of it.
+        """
+        if self._drain is not None:
+            await self._learning.close_admission()
         found = await self._board.requests()
         for action in ORDER:
             request = found.get(action)
@@ -61,14 +69,21 @@ class Requests:
                 await self._do(request)
 
     async def ended(self) -> None:
-        """Training is over and its last checkpoint on the disk."""
+        """Training is over and its last checkpoint on the disk. What was asked for too late is
+        answered so.
+        """
+        for request in (await self._board.requests()).values():
+            if request.state == "waiting":
+                text = "training had ended before it was taken up"
+                await self._board.answer(request, "failed", text)
         if self._drain is not None:
             text = f"drained: training ended at version {self._learning.version}, with a checkpoint"
             await self._board.answer(self._drain, "done", text)
             await self._board.append_event("control", text)
 
     async def _do(self, request: ControlRequest) -> None:
-        await self._board.answer(request, "working", request.detail)
+        if not await self._board.answer(request, "working", request.detail):
+            return
         try:
             text = await self._act(request)
         except LeewayError as error:
@@ -82,6 +97,7 @@ class Requests:
     async def _act(self, request: ControlRequest) -> str:
         version = self._learning.version
         if request.action == "drain":
+            await self._learning.close_admission()
             self._drain = request
             return "draining: training what is left"
         if request.action == "checkpoint":

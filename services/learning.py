@@ -47,7 +47,7 @@ from leeway.services.layout import RunDirectory
 from leeway.services.learner_requests import Requests
 from leeway.services.live_settings import applied
 from leeway.services.metering import Metering
-from leeway.services.processes.joining import begin
+from leeway.services.processes.joining import JOINED, begin
 from leeway.services.records import Records
 from leeway.services.results import write_results
 from leeway.services.snapshot import build_snapshot
@@ -179,6 +179,7 @@ class LearnerProcess:
             await self._metering.resume()
             await self._publisher.resume()
             await self._restore(replay)
+            await self._board.put(JOINED, {"version": self.version})
             if self.version < self.num_steps:
                 await until_training(self._board, self.stop_requested, self.catch_up)
             await loop.run(self, replay)
@@ -247,7 +248,11 @@ class LearnerProcess:
     async def publish(self) -> None:
         """Send the current version to every live engine."""
         began = time.monotonic()
+        if not await self._policies.engines():
+            return  # whoever comes later is brought to this version by catch_up
         manifest = self._trainer.weight_manifest(await self._publisher.wire_dtype())
+        if self._wire is not None and self._wire.layout.manifest != tuple(manifest):
+            self._wire = None  # not two buffers at once
         self._order(Gather())
         self._wire = pack(self._trainer.weights(), manifest, into=self._wire and self._wire.flat)
         await self._publisher.publish(self.version, self._wire)
@@ -257,6 +262,10 @@ class LearnerProcess:
         """Between two steps: settings that were changed, and what REST asks for."""
         await self._apply_settings()
         await self._requests.answer()
+
+    async def close_admission(self) -> None:
+        """For a drain: no further group is begun."""
+        await self._replay.pause_admission(True)
 
     async def is_paused(self) -> bool:
         """Whether somebody has closed admission: then it is no fault that no group comes."""

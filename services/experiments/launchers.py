@@ -66,8 +66,11 @@ async def run_process(job: Job, environment: dict[str, str]) -> str | None:
 
 
 def environment_of(resources: Resources, gpu: str | None = None) -> dict[str, str]:
-    """Threads, and the GPU where one was chosen."""
+    """Threads, and the GPU where one was chosen. An arm that takes none sees none; without a choice
+    Ray has made one."""
     threads = {"OMP_NUM_THREADS": str(max(1, int(resources.num_cpus)))}
+    if resources.num_gpus == 0:
+        gpu = ""
     return threads if gpu is None else threads | {"CUDA_VISIBLE_DEVICES": gpu}
 
 

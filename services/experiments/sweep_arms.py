@@ -17,6 +17,7 @@ from typing import Any, Final
 from leeway.learner.objective.presets import PRESETS
 from leeway.replay.errors import ConfigurationError
 from leeway.services.config import RunConfig, load
+from leeway.services.config_text import flatten
 from leeway.services.experiments.sweep_file import CTN_FORMS, Sweep
 
 CRITIC_KEYS: Final = (
@@ -50,6 +51,8 @@ class Arm:
     needs_rate: bool = False
     """Its learning rate comes from the scan."""
     is_scan: bool = False
+    idle: frozenset[str] = frozenset()
+    """Keys among `values` at which the base stands already: they make no other arm of it."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -57,15 +60,26 @@ class Arm:
         return tuple(f"{key}={json.dumps(value)}" for key, value in self.values.items())
 
     @property
+    def rate(self) -> float | None:
+        """Learning rate that it was given; None: that of the base, or none yet."""
+        return None if self.needs_rate or RATE not in self.values else float(self.values[RATE])
+
+    @property
+    def identity(self) -> str:
+        """The same for two arms that train the same."""
+        told = {key: value for key, value in self.values.items() if key not in self.idle}
+        return json.dumps(sorted(told.items()))
+
+    @property
     def name(self) -> str:
-        """Its folder: what it is in words, and a digest of its settings."""
+        """Its folder: what it is in words, and a digest of what it trains."""
         words = [self.objective, f"lag{self.staleness}"]
         words += [f"{k.rpartition('.')[2]}{v}" for k, v in self.variant.items()]
         words.append(f"seed{self.seed}")
         if RATE in self.values and not self.needs_rate:
             words.append(f"lr{self.values[RATE]:g}")
         slug = "_".join(re.sub(r"[^a-zA-Z0-9.-]+", "-", word).strip("-") for word in words)
-        digest = hashlib.sha256(json.dumps(sorted(self.overrides)).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(self.identity.encode()).hexdigest()[:8]
         return f"{slug[:90]}-{digest}"
 
     @property
@@ -99,7 +113,7 @@ def grid_arms(sweep: Sweep) -> list[Arm]:
     for number, grid in enumerate(sweep.file.grid, 1):
         for combination in itertools.product(*grid.values()):
             arm = _arm(sweep, dict(zip(grid, combination, strict=True)))
-            key = json.dumps(sorted(arm.overrides))
+            key = arm.identity
             if key in grid_of:
                 raise ConfigurationError(
                     f"[[grid]] {number} repeats an arm of [[grid]] {grid_of[key]}: {_words(arm)}; "
@@ -145,9 +159,15 @@ def _arm(sweep: Sweep, axes: dict[str, Any]) -> Arm:
     needs_rate = sweep.file.scan is not None and RATE not in chosen
     seed = int(values.get("seed", base.seed))
     staleness = values.get("replay.max_staleness", base.replay.max_staleness)
-    arm = Arm(axes, values, objective, staleness, seed, needs_rate)
+    arm = Arm(axes, values, objective, staleness, seed, needs_rate, idle=_idle(values, base))
     _check(sweep, arm)
     return arm
+
+
+def _idle(values: Mapping[str, Any], base: RunConfig) -> frozenset[str]:
+    """Never the learning rate, which the scan may replace."""
+    held = dict(flatten(base.model_dump(mode="json")))
+    return frozenset(k for k, v in values.items() if k != RATE and k in held and held[k] == v)
 
 
 def _set_keys(sweep: Sweep, chosen: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -71,7 +71,7 @@ class Resources(FrozenModel):
     """Cores of one arm; also its threads, rounded down, at least one."""
     num_gpus: float = Field(default=0.0, ge=0)
     """GPUs of one arm. A part, such as 0.125, puts eight arms on one GPU and bounds the memory of
-    each to its part, less what the driver keeps for a process."""
+    each to its part, less what the driver keeps for a process. 0 hides the GPUs from every arm."""
     max_parallel: int | None = Field(default=None, ge=1)
     """Most arms beside each other; None: as many as cores and GPUs hold."""
     arm_timeout_s: float = Field(default=7200.0, gt=0)

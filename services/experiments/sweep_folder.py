@@ -4,6 +4,7 @@ runs/sweeps/sweep-a/
 ├── plan.json       what was asked for; a sweep that goes on must ask for the same
 ├── sweep.json      SweepState: where it stands
 ├── rates.json      the learning rate of each objective, once the scan is done
+├── grid.json       the grid's arms by name, each with its learning rate, from then on
 ├── sweep.lock      held by the command that runs it
 ├── arms/NAME/      arm.json, metrics.jsonl, evaluations.jsonl, log.txt and, at the end, result.json
 └── report/         sweep.html, tables and pictures
@@ -77,6 +78,10 @@ class SweepFolder:
         return self.root / "rates.json"
 
     @property
+    def grid(self) -> Path:
+        return self.root / "grid.json"
+
+    @property
     def report(self) -> Path:
         return self.root / "report"
 
@@ -135,6 +140,13 @@ class SweepFolder:
 
     def write_rates(self, rates: Mapping[str, float]) -> None:
         replace_text(self.rates, json.dumps(rates, indent=1))
+
+    def read_grid(self) -> dict[str, float | None]:
+        """Learning rate by name of the grid's arms; empty before the scan is done."""
+        return json.loads(self.grid.read_text()) if self.grid.is_file() else {}
+
+    def write_grid(self, rates: Mapping[str, float | None]) -> None:
+        replace_text(self.grid, json.dumps(rates, indent=1))
 
     def results(self) -> list[ArmResult]:
         """Of every arm that has ended, by name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from leeway.services.experiments.arm_result import ArmResult
@@ -66,7 +67,7 @@ def pictures(cells: Sequence[Cell], results: Sequence[ArmResult]) -> list[Pictur
         Picture(
             "heat_map",
             "Heat map",
-            "Mean score; columns are the realised staleness. A cross counts collapsed runs.",
+            "Mean over runs; columns are the realised staleness. A cross counts collapsed runs.",
             lambda: _heat_map(names, measured),
         ),
     ]
@@ -155,16 +156,15 @@ def _each(names: list[str], cells: Sequence[Cell]) -> Figure:
 
 def _heat_map(names: list[str], cells: Sequence[Cell]) -> Figure:
     columns = _columns(cells)
+    fields = heat_fields(names, cells, columns)
     figure, axes = single(2.6 + 0.85 * len(columns), 1.0 + 0.42 * len(names), grid=False)
     values = [[math.nan] * len(columns) for _ in names]
-    for cell in cells:
-        row, column = names.index(cell.series), _column_of(cell, columns)
-        values[row][column] = cell.mean if cell.mean is not None else math.nan
-        crosses = f" ✕{cell.num_collapsed}" if cell.num_collapsed else ""
-        dark = (cell.mean or 0.0) < 0.55
+    for (row, column), (mean, num_collapsed) in fields.items():
+        values[row][column] = mean
+        crosses = f" ✕{num_collapsed}" if num_collapsed else ""
         axes.text(
-            column, row, f"{cell.mean:.2f}{crosses}", ha="center", va="center", fontsize=8.5,
-            color="#ffffff" if dark else "#10161a",
+            column, row, f"{mean:.2f}{crosses}", ha="center", va="center", fontsize=8.5,
+            color="#ffffff" if mean < 0.55 else "#10161a",
         )  # fmt: skip
     axes.imshow(values, cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto")
     axes.set_xticks(range(len(columns)), [_span(column) for column in columns])
@@ -173,6 +173,27 @@ def _heat_map(names: list[str], cells: Sequence[Cell]) -> Figure:
     for spine in axes.spines.values():
         spine.set_visible(False)
     return figure
+
+
+def heat_fields(
+    names: Sequence[str], cells: Sequence[Cell], columns: Sequence[Sequence[float]]
+) -> dict[tuple[int, int], tuple[float, int]]:
+    """Mean score over runs, and how many collapsed, by row and column.
+
+    Two settings of a series may come out at the same realised staleness: scores of 0.8, 0.6 and of
+    0.1 in one field -> 0.5.
+    """
+    found: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        key = names.index(cell.series), _column_of(cell, columns)
+        found.setdefault(key, []).append(cell)
+    return {
+        key: (
+            fmean(score for cell in together for score in cell.scores),
+            sum(cell.num_collapsed for cell in together),
+        )
+        for key, together in found.items()
+    }
 
 
 def _columns(cells: Sequence[Cell]) -> list[list[float]]:

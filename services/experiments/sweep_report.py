@@ -22,7 +22,14 @@ from leeway.replay.errors import DataError
 from leeway.services.experiments.arm_result import ArmResult
 from leeway.services.experiments.collapse import CollapseRule
 from leeway.services.experiments.sweep_folder import SweepFolder, replace_text
-from leeway.services.experiments.sweep_rows import Cell, Row, cells_of, row_of, select_grid
+from leeway.services.experiments.sweep_rows import (
+    Cell,
+    Row,
+    cells_of,
+    row_of,
+    select_current,
+    select_grid,
+)
 from leeway.services.experiments.sweep_verdict import Verdict, verdicts
 
 
@@ -64,7 +71,8 @@ def findings(folder: SweepFolder, retention: float | None = None) -> Findings:
         raise DataError(f"no arm of {folder.root} has ended yet; run the sweep first")
     retention = float(plan["retention"]) if retention is None else retention
     rates = folder.read_rates()
-    grid = _in_order(select_grid(everything, rates), plan)
+    names = folder.read_grid()
+    grid = _in_order(select_grid(everything, names), plan)
     cells = cells_of(row_of(result) for result in grid)
     return Findings(
         name=str(plan["name"]),
@@ -72,7 +80,7 @@ def findings(folder: SweepFolder, retention: float | None = None) -> Findings:
         retention=retention,
         rates=rates,
         results=grid,
-        rows=[row_of(result) for result in everything],
+        rows=[row_of(result) for result in select_current(everything, names)],
         cells=cells,
         verdicts=verdicts(cells, retention),
     )

@@ -7,7 +7,7 @@ everywhere here; how it was set serves to tell which arms are seeds of each othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
@@ -208,10 +208,15 @@ def _cell(series: str, staleness_set: int, rows: list[Row]) -> Cell:
     )
 
 
-def select_grid(results: Sequence[ArmResult], rates: dict[str, float]) -> list[ArmResult]:
-    """Without the arms that the scan tried and did not choose: their rates are not the series'."""
-    return [
-        result
-        for result in results
-        if not result.spec.is_scan or rates.get(result.spec.objective) == rate_of(result)
-    ]
+def select_grid(results: Iterable[ArmResult], names: Collection[str]) -> list[ArmResult]:
+    """Those of the grid's arms, by the names that were written when the scan was done.
+
+    What the scan alone ran is none of them, nor what ran at a rate that a later scan replaced. An
+    arm of the scan that is one of the grid's too is there once.
+    """
+    return [result for result in results if result.spec.name in names]
+
+
+def select_current(results: Iterable[ArmResult], names: Collection[str]) -> list[ArmResult]:
+    """Those of the grid's arms and of the scan: without rates that a later scan replaced."""
+    return [result for result in results if result.spec.is_scan or result.spec.name in names]

@@ -84,11 +84,13 @@ class Driver:
         self._durations: list[float] = []
         self._num_arms = 0
         self._rates: dict[str, float] = {}
+        self._names: set[str] = set()
+        """Of the arms that count: a folder may hold others, at rates that a scan has replaced."""
         self._phase: Phase = "scanning"
 
     async def run(self, scan: Sequence[Arm], grid: Sequence[Arm]) -> SweepState:
         """Scan, then grid; returns how it stands at the end."""
-        self._num_arms = num_arms(scan, grid, self._rates)
+        self._count(scan, grid)
         try:
             if not self._is_all_done(scan) or not self._is_all_done(self._settled(scan, grid)):
                 async with launcher_of(self._sweep.file.resources) as launcher:
@@ -119,7 +121,6 @@ class Driver:
         if scan and not self._rates:
             self._rates = rates_of(self._results(scan))
             self._folder.write_rates(self._rates)
-            self._num_arms = num_arms(scan, grid, self._rates)
             for objective, rate in self._rates.items():
                 self._say(f"{objective}: learning rate {rate:g}")
         settled: list[Arm] = []
@@ -131,7 +132,15 @@ class Driver:
             else:
                 self._record_failure(arm, NO_RATE)
                 settled.append(arm)
+        self._folder.write_grid({arm.name: arm.rate for arm in settled})
+        self._count(scan, settled)
         return settled
+
+    def _count(self, scan: Sequence[Arm], grid: Sequence[Arm]) -> None:
+        """An arm of the grid that the scan has run is one. Before the scan is done this is a guess
+        from above: which arms those are is not known."""
+        self._names = {arm.name for arm in (*scan, *grid)}
+        self._num_arms = len(self._names)
 
     async def _run_all(self, launcher: Launcher, arms: Iterable[Arm]) -> None:
         """Every arm without a result. A task for each waits for its place."""
@@ -200,7 +209,7 @@ class Driver:
             return
         score = f"{result.evaluations[-1].score:.3f}" if result.evaluations else ""
         what = result.reason if result.status == "failed" else f"{result.status} at {score}"
-        ended = len(self._folder.results())
+        ended = len(self._ended())
         self._say(f"{ended} of {self._num_arms}  {arm.name}: {what} ({result.wall_s:.0f} s)")
 
     # ---- what has ended
@@ -214,6 +223,9 @@ class Driver:
     def _left(self, scan: Sequence[Arm], grid: Sequence[Arm]) -> bool:
         return not (self._is_all_done(scan) and self._is_all_done(self._settled(scan, grid)))
 
+    def _ended(self) -> list[ArmResult]:
+        return [one for one in self._folder.results() if one.spec.name in self._names]
+
     def _results(self, arms: Iterable[Arm]) -> list[ArmResult]:
         found = [read_result(self._folder.arm(arm.name)) for arm in arms]
         return [result for result in found if result is not None]
@@ -226,7 +238,7 @@ class Driver:
             await asyncio.sleep(BEAT_S)
 
     def _write_state(self, phase: Phase) -> SweepState:
-        statuses = [result.status for result in self._folder.results()]
+        statuses = [result.status for result in self._ended()]
         state = SweepState(
             name=self._sweep.file.name,
             phase=phase,
@@ -256,16 +268,6 @@ def spec_of(sweep: Sweep, arm: Arm) -> ArmSpec:
         loop=sweep.file.loop,
         collapse=sweep.file.collapse.model_dump(),
     )
-
-
-def num_arms(scan: Sequence[Arm], grid: Sequence[Arm], rates: dict[str, float]) -> int:
-    """An arm of the grid that the scan has run already is one. Before the scan this is a guess from
-    above: which arms those are is not known."""
-    names = {arm.name for arm in scan}
-    for arm in grid:
-        rate = rates.get(arm.objective)
-        names.add((arm if not arm.needs_rate or rate is None else arm.with_rate(rate)).name)
-    return len(names)
 
 
 def rates_of(results: Sequence[ArmResult]) -> dict[str, float]:

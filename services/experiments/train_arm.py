@@ -1,17 +1,19 @@
 """An arm that is a whole run: `leeway train`, with Redis, Ray Serve and the configured engine.
 
-Its run directory lies in the arm's folder. What comes back is the same as from a run in one
-process, read from that directory. Such a run is not stopped early.
+Its run directory lies in the arm's folder, and it has a Redis of its own: arms beside each other
+would otherwise share one memory and wait for each other. What comes back is the same as from a run
+in one process, read from that directory. Such a run is not stopped early.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
-from leeway.services.config import RunConfig, dump, with_values
+from leeway.services.config import REDIS_URL, RunConfig, dump, with_values
 from leeway.services.experiments.arm_result import ArmResult, ArmSpec, read_lines
 from leeway.services.experiments.collapse import Evaluated
 from leeway.services.layout import RunDirectory
@@ -26,11 +28,11 @@ async def train(spec: ArmSpec, config: RunConfig, folder: Path) -> ArmResult:
     from leeway.services.experiments.arm import result_of
 
     began = time.monotonic()
-    config = with_values(config, {"directory": str((folder / "runs").resolve()), "name": "arm"})
+    config = own(config, spec, folder)
     file = folder / "config.toml"
     file.write_text(dump(config), encoding="utf-8")
     child = await start(
-        "train", ["leeway.services.cli", "train", str(file)], folder / "train.log", {}
+        "train", ["leeway.services.cli", "train", str(file)], folder / "train.log", {REDIS_URL: ""}
     )
     try:
         if await child.process.wait() != 0:
@@ -42,6 +44,24 @@ async def train(spec: ArmSpec, config: RunConfig, folder: Path) -> ArmResult:
     evals = json.loads(run.eval.read_text(encoding="utf-8")) if run.eval.is_file() else {}
     wall_s = time.monotonic() - began
     return result_of(spec, config, evaluations_of(evals, lines, wall_s), lines, wall_s)
+
+
+def own(config: RunConfig, spec: ArmSpec, folder: Path) -> RunConfig:
+    """With what no two arms may share: the run directory, its name, and the Redis, which without an
+    address is one that the run starts for itself."""
+    directory = str((folder / "runs").resolve())
+    return with_values(
+        config, {"directory": directory, "name": run_name(spec.name), "replay.url": None}
+    )
+
+
+def run_name(arm: str) -> str:
+    """As a run may be called: 63 letters, digits, - and _. The digest at the end stays.
+
+    grpo_lag4_seed0_lr0.0001-1a2b3c4d -> grpo_lag4_seed0_lr0-0001-1a2b3c4d
+    """
+    words, _, digest = re.sub(r"[^a-zA-Z0-9_-]", "-", arm).rpartition("-")
+    return f"{words[: 62 - len(digest)]}-{digest}"
 
 
 def newest_run(folder: Path) -> RunDirectory:

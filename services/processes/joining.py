@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 REDIS_START_S: Final = 300.0
 """How long a process waits for a Redis that does not answer yet: it may be starting, too, or load
 an append-only file."""
+JOINED: Final = "joined"
+"""Section of the run board that the learner writes when it has brought buffer and engines to its
+version: only then is what an engine holds a version of the run."""
 
 
 def redis_url_of(config: RunConfig) -> str:

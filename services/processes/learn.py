@@ -15,15 +15,30 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from leeway.learner.errors import LearnerStopped
-from leeway.replay.errors import LeewayError
+from leeway.replay.errors import ConfigurationError, LeewayError
 from leeway.services.config import RunConfig
+from leeway.services.heartbeat import Heartbeat
 from leeway.services.layout import RunDirectory
 from leeway.services.processes.joining import redis_url_of, wait_for_redis
 
 log = logging.getLogger(__name__)
 
+GRACE: Final = "LEEWAY_GRACE_S"
 GRACE_S: Final = 55.0
-"""How long ranks may take to end after SIGTERM: a step under way is finished and checkpointed."""
+"""How long ranks may take to end after SIGTERM, unless LEEWAY_GRACE_S says otherwise: a step under
+way is finished and checkpointed."""
+
+
+def grace_s() -> float:
+    """Seconds from LEEWAY_GRACE_S, or GRACE_S. Raises ConfigurationError."""
+    given = os.environ.get(GRACE)
+    if not given:
+        return GRACE_S
+    if not given.isascii() or not given.isdigit() or int(given) == 0:
+        raise ConfigurationError(
+            f"{GRACE} = {given!r} is no number of seconds; give a whole number of 1 or more"
+        )
+    return float(given)
 
 
 def learn(config: RunConfig, run: RunDirectory, file: Path, *, stays: bool) -> int:
@@ -32,6 +47,8 @@ def learn(config: RunConfig, run: RunDirectory, file: Path, *, stays: bool) -> i
 
     `stays`: after the end it waits for SIGTERM.
     """
+    # A volume outlives its container: the file of the last one must not pass for a start.
+    Heartbeat.from_environment()
     url, stopping = redis_url_of(config), _Stopping()
     os.environ.setdefault("OMP_NUM_THREADS", str(config.learner.num_threads))
     is_rank = "RANK" in os.environ
@@ -92,5 +109,5 @@ def _start_ranks(config: RunConfig, run: RunDirectory, file: Path, stays: bool) 
         [*command, "--stay"] if stays else command,
         num_processes=config.learner.num_processes,
         is_alone=os.environ.get("PET_NNODES", "1") == "1",
-        grace_s=GRACE_S,
+        grace_s=grace_s(),
     )

@@ -4,14 +4,20 @@ says otherwise; `wandb sync` uploads it later."""
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
-from typing import Literal, cast
+from pathlib import Path
+from typing import Final, Literal, cast
 
 import wandb
 
 from leeway.services.sinks.protocol import RunFacts, Value
 
 Mode = Literal["online", "offline", "disabled", "shared"]
+
+
+ID_FILE: Final = "wandb-id"
+"""In the run directory."""
 
 
 class WandbSink:
@@ -21,7 +27,7 @@ class WandbSink:
         self._run = wandb.init(
             project=run.project,
             name=run.name,
-            id=run.name,
+            id=_id_of(run.directory),
             resume="allow",
             dir=run.directory,
             config=dict(run.config),
@@ -40,6 +46,18 @@ class WandbSink:
         """See Sink.finish."""
         self._run.summary.update(dict(summary))
         self._run.finish()
+
+
+def _id_of(directory: Path) -> str:
+    """Of this run alone, and the same after a resumption. Its name would not do: a project may hold
+    a run of that name from another machine, which wandb would then go on with.
+    """
+    file = directory / ID_FILE
+    if not file.is_file():
+        partial = file.with_name(f".{ID_FILE}.{os.getpid()}")
+        partial.write_text(secrets.token_hex(8) + "\n", encoding="ascii")
+        partial.replace(file)
+    return file.read_text(encoding="ascii").strip()
 
 
 def _mode() -> Mode:

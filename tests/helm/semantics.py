@@ -248,6 +248,16 @@ def groups_of_ray_have_room(documents: Sequence[Document]) -> Iterator[str]:
 
 
 @rule
+def the_head_of_ray_names_its_port_of_serve(documents: Sequence[Document]) -> Iterator[str]:
+    """KubeRay makes a Service of the head's port `serve`, and fails where there is none."""
+    for document in _of_kind(documents, "RayService"):
+        head = document["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+        (first, *_) = head["spec"]["containers"]
+        if "serve" not in {port.get("name") for port in first.get("ports") or []}:
+            yield f"{_name(document)} head: no port is named serve"
+
+
+@rule
 def objects_of_ray_fit_in_shared_memory(documents: Sequence[Document]) -> Iterator[str]:
     """Ray's object store takes 30 % of the memory; on disk if /dev/shm is smaller than that."""
     for pod in pods(documents):

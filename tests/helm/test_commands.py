@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,10 +15,12 @@ import pytest
 import typer.main
 import yaml
 
+from leeway.replay.errors import ConfigurationError
 from leeway.services import cli
-from leeway.services.config import REDIS_URL
+from leeway.services.config import REDIS_URL, RunConfig
 from leeway.services.heartbeat import FILE
-from leeway.services.processes.learn import GRACE_S
+from leeway.services.layout import RunDirectory
+from leeway.services.processes.learn import GRACE, GRACE_S, grace_s, learn
 from tests.helm import fake_cluster
 from tests.helm.chart import (
     CHART,
@@ -153,14 +157,32 @@ def test_the_version_of_the_chart_is_that_of_the_project():
 
 
 def test_the_learner_has_time_for_its_checkpoint():
-    """Finish a step, write it, and end: the grace of the ranks and 20 s."""
-    spec = pod_of(objects("default"), "learner").spec
-    assert spec["terminationGracePeriodSeconds"] >= GRACE_S + 20
+    """Finish a step, write it, and end: the grace of the ranks, and 10 s for torchrun."""
+    pod = pod_of(render({"learner": {"terminationGracePeriodSeconds": 300}}), "learner")
+    (value,) = [v["value"] for v in pod.main["env"] if v["name"] == GRACE]
+    assert value == "290"
+    assert pod_of(objects("default"), "learner").spec["terminationGracePeriodSeconds"] >= GRACE_S
+
+
+def test_the_grace_of_the_ranks_is_that_of_the_pod(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(GRACE, raising=False)
+    assert grace_s() == GRACE_S
+    monkeypatch.setenv(GRACE, "290")
+    assert grace_s() == 290
+
+
+@pytest.mark.parametrize("given", ["soon", "-5", "0", "1.5"])
+def test_a_grace_that_is_no_number_of_seconds_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(GRACE, given)
+    with pytest.raises(ConfigurationError, match="give a whole number of 1 or more"):
+        grace_s()
 
 
 def test_the_variables_are_those_that_the_code_reads():
     environment = {v["name"] for v in pod_of(objects("default"), "learner").main["env"]}
-    assert {REDIS_URL, FILE} <= environment
+    assert {REDIS_URL, FILE, GRACE} <= environment
 
 
 def test_the_probes_of_the_learner_read_its_heartbeat():
@@ -169,6 +191,33 @@ def test_the_probes_of_the_learner_read_its_heartbeat():
     for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
         assert file in " ".join(main[probe]["exec"]["command"])
     assert main["livenessProbe"]["exec"]["command"][-1].endswith("-lt 1800")
+
+
+@pytest.mark.parametrize(("age_s", "passes"), [(None, True), (1700, True), (1900, False)])
+def test_liveness_fails_only_where_a_heartbeat_is_old(
+    age_s: int | None, passes: bool, tmp_path: Path
+):
+    """A learner that has not begun has none, and is the start-up probe's."""
+    file = tmp_path / "heartbeat"
+    if age_s is not None:
+        file.touch()
+        then = file.stat().st_mtime - age_s
+        os.utime(file, (then, then))
+    probe = pod_of(objects("default"), "learner").main["livenessProbe"]["exec"]["command"]
+    command = [word.replace("/tmp/heartbeat", str(file)) for word in probe]
+    assert (subprocess.run(command, timeout=10).returncode == 0) is passes
+
+
+def test_learn_removes_a_stale_heartbeat_before_it_looks_for_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "heartbeat"
+    file.touch()
+    monkeypatch.setenv(FILE, str(file))
+    monkeypatch.delenv(REDIS_URL, raising=False)
+    with pytest.raises(ConfigurationError):
+        learn(RunConfig(), RunDirectory(tmp_path), tmp_path / "run.toml", stays=False)
+    assert not file.exists()
 
 
 def test_ranks_of_all_pods_meet_at_pod_0():

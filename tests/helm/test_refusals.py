@@ -73,6 +73,14 @@ def test_without_the_prometheus_operator_it_says_so(part: str):
         ({"api": {"ingress": {"enabled": True}, "enabled": False}}, "set api.enabled=true"),
         ({"metrics": {"serviceMonitor": {"enabled": True}}}, "networkPolicy.metricsFrom"),
         ({"sweep": {"enabled": True}}, "needs sweep.config"),
+        (
+            {"config": "[policy]\ntensor_parallel_size = 2"},
+            "set serve.policy.actorOptions.num_gpus=2",
+        ),
+        (
+            {"serve": {"policy": {"actorOptions": {"num_gpus": 2}}}},
+            "set serve.policy.actorOptions.num_gpus=1",
+        ),
         ({"serve": {"policyWorkers": {"replicas": 9}}}, "serve.policyWorkers needs minReplicas"),
         ({"serve": {"actorWorkers": {"minReplicas": 2}}}, "serve.actorWorkers needs minReplicas"),
     ],
@@ -90,6 +98,11 @@ def test_it_says_what_would_be_right(values: dict[str, Any], words: str):
         {"learner": {"replicas": 2}, **SHARED},
         {"learner": {"replicas": 2}, "storage": {"runs": {"existingClaim": "runs"}}},
         {"serve": {"mountRuns": True}, **SHARED},
+        {
+            "config": "[policy]\ntensor_parallel_size = 2",
+            "serve": {"policy": {"actorOptions": {"num_gpus": 2}}},
+        },
+        {"serve": {"policy": {"actorOptions": {"num_gpus": 0}}}},
         {"api": {"podDisruptionBudget": {"minAvailable": 1, "maxUnavailable": ""}}},
         {"api": {"ingress": {"enabled": True}}, "networkPolicy": {"enabled": False}},
     ],

@@ -180,6 +180,42 @@ def test_a_new_configuration_restarts_every_pod_that_reads_it(ci: str):
     assert pod_of(before, "redis").template == pod_of(after, "redis").template
 
 
+PASSWORDS = {"redis": {"password": "a" * 20}, "api": {"tokens": {"read": "b" * 20}}}
+
+
+def test_another_given_password_restarts_the_pods_that_read_it():
+    def sums(values: Mapping[str, Any]) -> dict[str, str | None]:
+        documents = render(values)
+        parts = ("api", "learner", "redis", "ray-head", "policy", "actors")
+        found = {p: pod_of(documents, p).template["metadata"]["annotations"] for p in parts}
+        return {part: notes.get("checksum/secret") for part, notes in found.items()}
+
+    none, one = sums({}), sums(PASSWORDS)
+    other = sums({**PASSWORDS, "redis": {"password": "c" * 20}})
+    token = sums({**PASSWORDS, "api": {"tokens": {"read": "c" * 20}}})
+    assert set(none.values()) == {None}
+    assert all(one[part] != other[part] for part in one)
+    assert [part for part in one if one[part] != token[part]] == ["api"]
+
+
+def test_each_sweep_writes_into_a_folder_of_its_own():
+    sweep = {"enabled": True, "config": "name = 'a'"}
+    folders = [
+        pod_of(render({"sweep": sweep, **change}), "sweep").main["args"][-1]
+        for change in ({}, {"sweep": {**sweep, "config": "name = 'b'"}}, {"config": ""}, {})
+    ]
+    assert folders[0] == folders[3] and len(set(folders)) == 3
+    assert all(f.startswith("/var/lib/leeway/runs/sweeps/search-rel-leeway-") for f in folders)
+    args = ["sweep", "x.toml", "--out", "/tmp/out"]
+    assert pod_of(render({"sweep": {**sweep, "args": args}}), "sweep").main["args"] == args
+
+
+def test_runs_that_only_ray_mounts_have_a_claim_too():
+    runs = {"storage": {"runs": {"accessModes": ["ReadWriteMany"]}}, "learner": {"enabled": False}}
+    documents = render({**runs, "serve": {"mountRuns": True}})
+    assert find(documents, "PersistentVolumeClaim", "rel-leeway-runs")
+
+
 def test_another_sweep_is_another_job():
     sweep = {"enabled": True, "config": "name = 'a'"}
     names = [

@@ -18,7 +18,7 @@ import yaml
 
 from leeway.services.config import load
 from leeway.services.config_text import known_keys
-from tests.helm.chart import CHART, CI, CI_NAMES, CUSTOM_KINDS, Refused, find, objects, template
+from tests.helm.chart import CHART, CI, CI_NAMES, CUSTOM_KINDS, Refused, find, objects, pod_of, template
 from tests.helm.tools import ROOT
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -183,6 +183,7 @@ FLIPPED_BY_PATH: dict[str, Any] = {
     "redis.url": "redis://other:6379/0",
     "serve.gcsFaultTolerance.redisAddress": "other:6379",
     "serve.rayVersion": "3.0.0",
+    "serve.policy.actorOptions.num_gpus": 0,
     "sweep.args": ["sweep"],
     "sweep.ttlSecondsAfterFinished": 7,
     "redis.maxMemory": "7gb",
@@ -280,8 +281,14 @@ def test_every_value_is_read_by_some_template(part: str):
 def test_leeway_reads_the_configuration(ci: str, tmp_path: Path):
     """The file that pods get, read as pods read it."""
     file = tmp_path / "config.toml"
-    file.write_text(find(objects(ci), "ConfigMap", "rel-leeway-config")["data"]["config.toml"])
-    assert load(file).replay.url is None
+    documents = objects(ci)
+    file.write_text(find(documents, "ConfigMap", "rel-leeway-config")["data"]["config.toml"])
+    config = load(file, has_files=False)
+    assert config.replay.url is None
+    mounts = [m["mountPath"] for m in pod_of(documents, "learner").main["volumeMounts"]]
+    for path in (config.model, config.search.corpus):
+        if str(path).startswith("/var"):
+            assert any(str(path).startswith(mount) for mount in mounts), path
 
 
 def test_leeway_reads_the_sweep(tmp_path: Path):

@@ -165,10 +165,10 @@ def test_a_cell_holds_each_seed_of_the_grid_once(tmp_path: Path):
 
 
 def test_the_scan_makes_no_series_beside_those_of_the_grid(tmp_path: Path):
-    grid = [arm(variant={"eps": eps}, rate=2e-4) for eps in (0.2, 0.004)]
+    grid = [arm(variant={"eps": eps}, rate=2e-4) for eps in (0.004, 0.2)]
     folder = leave(tmp_path / "s", [*grid, scan("grpo", 2e-4, 0, 0.2)], rates={"grpo": 2e-4})
     found = findings(folder)
-    assert [cell.series for cell in found.cells] == ["grpo · eps 0.2", "grpo · eps 0.004"]
+    assert [cell.series for cell in found.cells] == ["grpo · eps 0.004", "grpo · eps 0.2"]
     assert len(found.rows) == 3
 
 

@@ -51,6 +51,14 @@ Included once, by configmap.yaml. */}}
 {{- if and $v.metrics.serviceMonitor.enabled $v.networkPolicy.enabled (not $v.networkPolicy.metricsFrom) -}}
 {{- fail "the network policies would keep Prometheus out: name its pods in networkPolicy.metricsFrom, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
 {{- end -}}
+{{- if and $v.serve.enabled (not $v.existingConfigMap) -}}
+{{- $gpus := get $v.serve.policy.actorOptions "num_gpus" | default 0 | float64 -}}
+{{- $line := regexFind `(?m)^\s*(policy\.)?tensor_parallel_size\s*=\s*\d+` $v.config -}}
+{{- $size := regexFind `\d+$` $line | default "1" | float64 -}}
+{{- if and (gt $gpus 0.0) (ne $gpus $size) -}}
+{{- fail (printf "an engine spreads over %v GPUs by policy.tensor_parallel_size in config, but asks Ray for %v: set serve.policy.actorOptions.num_gpus=%v" $size $gpus $size) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.sweep.enabled (not $v.sweep.config) -}}
 {{- fail "sweep.enabled needs sweep.config, the TOML of the sweep" -}}
 {{- end -}}

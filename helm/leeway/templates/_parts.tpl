@@ -22,6 +22,19 @@ puts the password into the URL, so that no object but the Secret holds it. */}}
 {{- end -}}
 {{- end -}}
 
+{{/* (root, hasTokens): an annotation that restarts pods when the values give another password, URL or
+token. A generated one is not in it: `helm template` makes a new one each time. */}}
+{{- define "leeway.secretNotes" -}}
+{{- $v := .root.Values -}}
+{{- $given := list $v.redis.password $v.redis.url -}}
+{{- if .hasTokens -}}
+{{- $given = concat $given (list $v.api.tokens.read $v.api.tokens.control) -}}
+{{- end -}}
+{{- if compact $given -}}
+checksum/secret: {{ $given | toJson | sha256sum }}
+{{- end -}}
+{{- end -}}
+
 {{- define "leeway.tokenEnv" -}}
 {{- $secret := .Values.api.tokens.existingSecret | default (include "leeway.fullname" .) -}}
 - name: LEEWAY_API_READ_TOKEN
