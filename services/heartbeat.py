@@ -5,8 +5,8 @@ in every slice of a wait, so a probe compares its age with the longest step:
 
     test ! -f "$LEEWAY_HEARTBEAT_FILE" || test -n "$(find "$LEEWAY_HEARTBEAT_FILE" -mmin -30)"
 
-Without the file the process has not begun to work; a probe of its start looks for it. `leeway learn`
-removes what an earlier process left before it waits for anything.
+Without the file the process has not begun to work; a probe of its start looks for it. What an
+earlier process left is removed by `leeway learn` before it waits for anything.
 """
 
 from __future__ import annotations

@@ -210,6 +210,10 @@ SEMANTIC: dict[str, tuple[Plant, str]] = {
         lambda d: ray(d)["workerGroupSpecs"][0].update(replicas=99),
         "out of bounds",
     ),
+    "a head of Ray without a port of Serve": (
+        lambda d: ray(d)["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"].pop(),
+        "no port is named serve",
+    ),
     "no group of Ray": (lambda d: ray(d).update(workerGroupSpecs=[]), "no group of workers"),
     "rights in the whole cluster": (
         lambda d: d.append(

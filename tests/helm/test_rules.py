@@ -1,9 +1,11 @@
-"""The PrometheusRule and the dashboard are the files of deploy/, and promtool takes the rules."""
+"""The PrometheusRule is the file of deploy/ for one run, the dashboard is its file."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,15 +15,40 @@ from tests.helm.tools import ROOT
 from tests.tools.promtool import promtool
 
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
+RUN = 'run="search-rel-leeway"'
+API = 'job="rel-leeway-api", namespace="search"'
 DASHBOARD = ROOT / "deploy" / "grafana" / "leeway.json"
 
 
+def unscoped(spec: dict[str, Any], run: str) -> dict[str, Any]:
+    """Rendered rules with `run` in the place of the release's matcher, such as "" for none."""
+    for group in spec["groups"]:
+        for rule in group["rules"]:
+            expr = rule["expr"].replace(API, 'job=~".*leeway.*"')
+            expr = re.sub(RUN + "(, )?", lambda m: run + (m[1] or "") * bool(run), expr)
+            rule["expr"] = expr.replace("{}", "")
+    return spec
+
+
 @pytest.mark.parametrize("program", HELMS)
-def test_the_rules_are_those_of_the_file_to_the_letter(program: str):
+def test_the_rules_but_for_the_run_are_those_of_the_file_to_the_letter(program: str):
     """Their own braces included, which are Prometheus' and not Helm's."""
-    spec = find(objects("full", program), "PrometheusRule")["spec"]
+    spec = unscoped(find(objects("full", program), "PrometheusRule")["spec"], "")
     assert spec == yaml.safe_load(ALERTS.read_text())
     assert "{{ $labels.run }}" in json.dumps(spec)
+
+
+def test_every_alert_is_about_the_run_of_its_release():
+    """Two releases would each fire for both."""
+    spec = find(objects("full"), "PrometheusRule")["spec"]
+    found = [rule["expr"] for group in spec["groups"] for rule in group["rules"]]
+    scoped = '{run="search-rel-leeway"'
+    metrics = [m for e in found for m in re.finditer(r"\bleeway_\w+", e)]
+    assert len(metrics) > 10
+    assert all(m.string[m.end() :].startswith(scoped) for m in metrics)
+    assert all(scoped + '"}{' not in e and "}{" not in e for e in found)
+    (missing,) = [e for e in found if "up{" in e]
+    assert 'up{job="rel-leeway-api", namespace="search"}' in missing
 
 
 @pytest.mark.parametrize("program", HELMS)
@@ -49,10 +76,9 @@ def test_promtool_takes_the_rendered_rules(tmp_path: Path):
 
 
 def test_the_rendered_rules_fire_as_the_tests_of_the_file_say(tmp_path: Path):
-    """deploy/prometheus/alerts_test.yaml, with the rendered rules in the place of the file."""
-    (tmp_path / "alerts.yaml").write_text(
-        yaml.safe_dump(find(objects("full"), "PrometheusRule")["spec"])
-    )
+    """deploy/prometheus/alerts_test.yaml, with the rendered rules for any run in its place."""
+    spec = unscoped(find(objects("full"), "PrometheusRule")["spec"], 'run=~".+"')
+    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(spec))
     cases = (ALERTS.parent / "alerts_test.yaml").read_text()
     (tmp_path / "alerts_test.yaml").write_text(cases)
     tested = promtool("test", "rules", tmp_path / "alerts_test.yaml")

@@ -18,7 +18,17 @@ import yaml
 
 from leeway.services.config import load
 from leeway.services.config_text import known_keys
-from tests.helm.chart import CHART, CI, CI_NAMES, CUSTOM_KINDS, Refused, find, objects, pod_of, template
+from tests.helm.chart import (
+    CHART,
+    CI,
+    CI_NAMES,
+    CUSTOM_KINDS,
+    Refused,
+    find,
+    objects,
+    pod_of,
+    template,
+)
 from tests.helm.tools import ROOT
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())

@@ -31,6 +31,7 @@ LINE = {
     "staleness_histogram/1": 8,
 }
 PUBLISHED = Published(
+    transport="nccl",
     version=PolicyVersion(1),
     num_engines=1,
     num_bytes=10,

@@ -100,6 +100,7 @@ def published(pause_s: float = 0.02) -> Published:
         version=PolicyVersion(9),
         num_engines=2,
         num_bytes=100,
+        transport="nccl",
         checksum="c",
         transfer_s=0.3,
         wire_s=0.2,
