@@ -18,7 +18,7 @@ from leeway.replay.errors import DataError
 from leeway.services.api.models import Answer
 from leeway.services.experiments.sweep_folder import SweepFolder, SweepState
 from leeway.services.experiments.sweep_report import Findings, findings
-from leeway.services.experiments.sweep_rows import Row, row_of
+from leeway.services.experiments.sweep_rows import Row, row_of, select_current
 
 MAX_ROWS: Final = 1000
 _NAME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}")
@@ -156,7 +156,8 @@ def sweeps_router(folder: Path) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
     ) -> SweepRows:
         """The runs that have ended, by name, behind `cursor`."""
-        found = [row_of(result) for result in _one(folder, name).results()]
+        sweep = _one(folder, name)
+        found = [row_of(result) for result in select_current(sweep.results(), sweep.read_grid())]
         return _page(sorted(found, key=lambda row: row.arm), cursor, limit)
 
     return router
