@@ -128,6 +128,8 @@ class Hub:
         self._listeners: set[Listener] = set()
         self._num_taken = 0
         self._place = BEGIN
+        self._step = 0
+        """Of the run, when it was last looked at."""
         self._trajectory = 0
         self._since_status_s = STATUS_S
         self._task: asyncio.Task[None] | None = None
@@ -176,7 +178,8 @@ class Hub:
     async def _begin(self) -> None:
         last = await self._records.events(count=1)
         look = await self._reader.look()
-        self._place = Place(last[-1].event_id if last else "0-0", look.snapshot.run.step)
+        self._step = look.snapshot.run.step
+        self._place = Place(last[-1].event_id if last else "0-0", self._step)
         self._trajectory = self._recent.num_seen
         self._since_status_s = STATUS_S
         self._task = asyncio.create_task(self._follow())
@@ -231,8 +234,11 @@ class Hub:
         look = await self._reader.look()
         self._since_status_s = 0.0
         self._tell([_message("status", self._place, look.body)])
-        # A resumption at an earlier step writes those behind it anew.
-        self._place = place._replace(step=min(place.step, look.snapshot.run.step))
+        step, before, self._step = look.snapshot.run.step, self._step, look.snapshot.run.step
+        if step < before:
+            # A resumption at an earlier step writes those behind it anew. A look alone says less:
+            # it may be older than the records of steps.
+            self._place = place._replace(step=min(place.step, step))
         seen = await self._recent.since(self._trajectory)
         self._trajectory = max([self._trajectory, *(one.number for one in seen)])
         self._tell(

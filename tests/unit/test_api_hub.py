@@ -128,6 +128,40 @@ async def test_what_happens_meanwhile_comes_once(records: Records, monkeypatch: 
     assert [message.split(b"\n")[0] for message in events] == [b"id: 2-0.7"]
 
 
+async def test_a_look_that_is_older_than_the_records_repeats_no_step(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    class Late(Records):
+        """The run's own section tells a step later than the records do."""
+
+        async def get_all(self) -> dict[str, dict[str, Any]]:
+            return {"learner": {"step": self.step - 2, "version": 7}}
+
+    monkeypatch.setattr(hub, "STATUS_S", 0.0)
+    late, found = Late(), b""
+    async with hub_of(late).listen(None) as (_, listener):
+        for step in (8, 9, 10):
+            late.step = step
+            found += await until(listener, b'{"step":%d}' % step)
+        await asyncio.sleep(0.1)
+        found += await listener.take(1.0) or b""
+    assert found.count(b'{"step":8}') == found.count(b'{"step":10}') == 1
+
+
+async def test_a_resumption_at_an_earlier_step_tells_the_steps_behind_it_anew(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub, "STATUS_S", 0.0)
+    async with hub_of(records).listen(None) as (_, listener):
+        records.step = 8
+        await until(listener, b'{"step":8}')
+        await asyncio.sleep(0.4)  # the status is read anew
+        records.step = 5
+        await asyncio.sleep(0.6)
+        records.step = 8
+        assert b'{"step":6}' in await until(listener, b'{"step":8}')
+
+
 async def test_who_was_away_for_long_gets_the_latest_steps(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ):
