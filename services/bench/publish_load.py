@@ -18,29 +18,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from leeway.actors.policy import CompletionRequest
 from leeway.actors.tokens import write_byte_tokenizer
+from leeway.services.bench.learner import BILLION, TINY
 
 PROMPT_TOKENS: Final = 200
 TURN_TOKENS: Final = 400
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "0.01B": {
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 640,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
-    "1.5B": {
-        "vocab_size": 151_936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
+    "0.01B": TINY,
+    "1.5B": BILLION,
     "7B": {
         "vocab_size": 152_064,
         "hidden_size": 3584,

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from leeway.services.api.metrics import FAMILIES
@@ -107,8 +106,7 @@ def test_what_vllm_and_ray_are_asked_for_is_what_their_sources_name():
     known = set[str]()
     for package, files, pattern in sources:
         spec = find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            pytest.skip(f"{package} is not installed")
+        assert spec is not None and spec.submodule_search_locations, f"{package}: make setup"
         for file in Path(spec.submodule_search_locations[0]).glob(files):
             known |= {"ray_" + re.sub(r"\W", "_", n) for n in re.findall(pattern, file.read_text())}
     for whose, expression in expressions():
