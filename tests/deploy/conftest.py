@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             process.kill()
     left = set(psutil.Process().children(recursive=True)) - before
     for process in left:
-        process.kill()
+        # Ray's own processes end each other while we go through them.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(left, timeout=10)
     shutil.rmtree(found.folder, ignore_errors=True)

@@ -150,7 +150,7 @@ def left_of(processes: list[psutil.Process], timeout_s: float = 60) -> list[str]
     while True:
         alive = [process for process in processes if _is_alive(process)]
         if not alive or time.monotonic() > deadline:
-            return [process.name() for process in alive]
+            return [str(process) for process in alive]
         time.sleep(0.2)
 
 

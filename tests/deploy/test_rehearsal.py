@@ -3,6 +3,7 @@ and the run goes on to its end."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -59,11 +60,11 @@ def release(place: Place) -> Iterator[Release]:
 
 def replica(name: str) -> psutil.Process | None:
     """The newest Serve replica of a deployment among all that this test has started."""
-    found = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.name().startswith("ray::") and name in "".join(process.cmdline())
-    ]
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith("ray::") and name in "".join(process.cmdline()):
+                found.append(process)
     return max(found, key=lambda process: process.create_time(), default=None)
 
 
