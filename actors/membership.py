@@ -33,6 +33,11 @@ HEARTBEAT_S = 3.0
 """An engine is dead for everybody after three heartbeats missed."""
 SUPERSEDED_S = 0.5
 """Seconds between two looks, while receiving, whether a newer announcement has come."""
+MAX_DEADLINES = 3
+"""Joining and receiving end by themselves at the announcement's deadline. An engine that is not
+through both after so many deadlines answers nobody: it hangs, and is given up."""
+CANCEL_S = 5.0
+"""How long work that was given up may take to end."""
 
 
 class ReceivingPolicy(Protocol):
@@ -69,12 +74,14 @@ class Membership:
         self._address = address
         self._heartbeat_s = heartbeat_s
         self._group_number = -1
+        self._beating = asyncio.Lock()
         self.version = PolicyVersion(0)
         """What the engine samples with, as last put on the board."""
         self.last: EngineReport | None = None
         """The report of the last publish, for the status."""
         self.broken: str | None = None
-        """Why the engine must not go on: a commit failed half way, its weights are unknown."""
+        """Why the engine must not go on: it hangs, or its weights are unknown since a commit failed
+        half way."""
 
     async def run(self) -> None:
         """Until cancelled, or broken: that raises TransferError. Then it leaves the board."""
@@ -105,7 +112,15 @@ class Membership:
             await asyncio.sleep(self._heartbeat_s)
             await self._beat()
 
-    async def _beat(self) -> None:
+    async def _beat(self, *, is_new: bool = False) -> None:
+        """`is_new`: leave the board first, which lets the version go down."""
+        # One at a time: a beat under way would put the version of before back on the board.
+        async with self._beating:
+            if is_new:
+                await self._board.withdraw(self._engine_id)
+            await self._register()
+
+    async def _register(self) -> None:
         self.version = await self._policy.version()
         record = EngineRecord(
             engine_id=self._engine_id,
@@ -120,14 +135,11 @@ class Membership:
     async def _follow(self, announcement: Announcement) -> None:
         """Receive one version and say how it went; a failure is a report, not the engine's end."""
         try:
-            await self._policy.check_manifest(announcement.manifest)
             transfer_s = await self._unless_superseded(announcement, self._receive(announcement))
             committed = await self._commit(announcement)
-            if announcement.version < self.version:
-                # A learner that lost versions in a crash starts below them. On the board a version
-                # only moves up, so the engine enters anew.
-                await self._board.withdraw(self._engine_id)
-            await self._beat()
+            # A learner that lost versions in a crash starts below them. On the board a version
+            # only moves up, so the engine enters anew.
+            await self._beat(is_new=announcement.version < self.version)
             await self._say(
                 announcement,
                 "committed",
@@ -142,6 +154,7 @@ class Membership:
 
     async def _receive(self, announcement: Announcement) -> float:
         """Until the new weights are staged; returns the seconds it took."""
+        await self._policy.check_manifest(announcement.manifest)
         began = time.monotonic()
         await self._say(announcement, "ready")
         await self._join_if_new(announcement)
@@ -158,8 +171,13 @@ class Membership:
     async def _unless_superseded(
         self, announcement: Announcement, work: Coroutine[Any, Any, T]
     ) -> T:
-        """Do `work`, but give up once the learner has announced anew: it sends no more of this."""
+        """Do `work`, but give up once the learner has announced anew: it sends no more of this.
+
+        Raises TransferError then, and when the engine hangs: it is broken in that case.
+        """
         task = asyncio.create_task(work)
+        limit_s = MAX_DEADLINES * announcement.deadline_s
+        began = time.monotonic()
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=SUPERSEDED_S)
@@ -167,10 +185,21 @@ class Membership:
                 is_over = latest is not None and latest.publish_id > announcement.publish_id
                 if latest is not None and is_over and not task.done():
                     raise TransferError(f"the learner went on to publish {latest.publish_id}")
+                if not task.done() and time.monotonic() - began > limit_s:
+                    raise self._hangs(announcement, limit_s)
             return task.result()
         finally:
             task.cancel()
-            await asyncio.wait({task})
+            _, running = await asyncio.wait({task}, timeout=CANCEL_S)
+            if running:
+                self._hangs(announcement, CANCEL_S)
+
+    def _hangs(self, announcement: Announcement, waited_s: float) -> TransferError:
+        self.broken = (
+            f"version {announcement.version} was not received: the engine did not answer within "
+            f"{waited_s:g} s"
+        )
+        return TransferError(self.broken)
 
     async def _commit(self, announcement: Announcement) -> Committed:
         deadline_s, sent = announcement.deadline_s, announcement.checksum
@@ -215,7 +244,10 @@ class Membership:
         )
         self._group_number = -1
         try:
-            await self._policy.abandon()
+            async with asyncio.timeout(announcement.deadline_s):
+                await self._policy.abandon()
+        except TimeoutError:
+            self._hangs(announcement, announcement.deadline_s)
         finally:
             await self._say(announcement, "failed", error=f"{type(error).__name__}: {error}")
 

@@ -63,15 +63,20 @@ async def draw(learning: Learning, replay: Replay) -> Lease | None:
     naming who is missing, after `draw_timeout_s`, in which a pause does not count.
     """
     deadline = time.monotonic() + learning.draw_timeout_s
+    is_drained = False
     while True:
         if await learning.stop_requested():
             raise LearnerStopped(f"stopped before step {learning.version + 1}")
         try:
-            return await replay.draw(timeout_s=DRAW_SLICE_S)
+            return await replay.draw(timeout_s=0.0 if is_drained else DRAW_SLICE_S)
         except WaitTimeout:
-            await learning.answer_requests()
-            if await learning.is_drained():
+            if is_drained:
                 return None
+            await learning.answer_requests()
+            # The last group may have come between the draw and this look: one more draw tells.
+            is_drained = await learning.is_drained()
+            if is_drained:
+                continue
             if await learning.is_paused():
                 deadline = time.monotonic() + learning.draw_timeout_s
             elif time.monotonic() > deadline:

@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
 """Transfers that may fail in one publish, and failures one engine may report in it."""
+MAX_DEADLINES = 6
+"""A publish waits for four things, some twice; engines that are lost one after the other may not
+make it last longer than so many deadlines."""
 LOOK_S = 1.0
 """Seconds between two looks, while waiting for reports, which engines still live."""
 GRACE_S = 5.0
@@ -122,9 +125,22 @@ class Publisher:
         """Send `weights` as `version` to every live engine; returns how many received it.
 
         Engines that died or are late are evicted, the others get it. Raises TransferError when
-        every engine that lives refuses, or when sending fails MAX_FAILURES times.
+        every engine that lives refuses, when sending fails MAX_FAILURES times, or when all of it
+        takes longer than MAX_DEADLINES deadlines.
         """
         self._version = version
+        limit_s = MAX_DEADLINES * self._timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._publish(version, weights)
+        except TimeoutError:
+            self._drop_group()
+            raise TransferError(
+                f"version {version} was not published within {limit_s:g} s; lost meanwhile: "
+                f"{error_summary(self._evicted)}"
+            ) from None
+
+    async def _publish(self, version: PolicyVersion, weights: FlatWeights) -> int:
         lost, reason = _Lost(), ""
         while lost.num_transfers < MAX_FAILURES:
             engines = [e for e in await self._board.engines() if e.engine_id not in lost.engines]

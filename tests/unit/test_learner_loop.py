@@ -116,5 +116,13 @@ async def test_a_drained_run_ends_as_if_its_last_step_were_done():
     calls: list[str] = []
     learning = FakeLearning(calls)
     learning.is_over = True
-    await loop.run(learning, FakeReplay(calls, num_empty=1))  # type: ignore[arg-type]
+    await loop.run(learning, FakeReplay(calls, num_empty=2))  # type: ignore[arg-type]
     assert calls == ["confirm"]
+
+
+async def test_groups_that_come_just_before_the_run_is_drained_are_trained():
+    calls: list[str] = []
+    learning = FakeLearning(calls, num_steps=1)
+    learning.is_over = True
+    await loop.run(learning, FakeReplay(calls, num_empty=1))  # type: ignore[arg-type]
+    assert "train 1" in calls

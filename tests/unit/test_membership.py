@@ -264,6 +264,49 @@ async def test_commit_that_goes_wrong_breaks_the_engine_and_takes_it_off_the_boa
     assert await board.engines() == []
 
 
+@pytest.mark.parametrize("where", ["check_manifest", "join 1 of 3", "stage"])
+async def test_engine_that_hangs_after_an_announcement_is_broken_and_leaves_the_board(board, where):
+    """Nobody announces anew: the engine must see by itself that it answers nobody."""
+    policy = FakePolicy(**{where: never})
+    membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
+    run = asyncio.create_task(membership.run())
+    await asyncio.sleep(0.05)
+    await board.announce(announcement(1))
+    with pytest.raises(TransferError, match="version 11 was not received: the engine did not ans"):
+        await asyncio.wait_for(run, 4 * AMPLE_S)
+    assert await board.engines() == []
+
+
+async def test_engine_that_cannot_give_up_a_transfer_is_broken(board):
+    policy = FakePolicy(stage=raising(TransferError("reset")), abandon=never)
+    membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
+    run = asyncio.create_task(membership.run())
+    await asyncio.sleep(0.05)
+    await board.announce(announcement(1))
+    with pytest.raises(TransferError, match=r"did not answer within 0\.6 s"):
+        await asyncio.wait_for(run, 4 * AMPLE_S)
+    assert (await report_of(board, 1, "failed")).error == "TransferError: reset"
+
+
+async def test_beat_under_way_does_not_bring_back_a_version_that_was_lost(board):
+    """A learner that resumed at 11 sends it to an engine at 20, while that engine beats."""
+    policy = FakePolicy()
+    policy.held = PolicyVersion(20)
+    heartbeat = board.heartbeat
+
+    async def slow(record, ttl_s):
+        await asyncio.sleep(0.05 if record.version == 20 else 0)
+        await heartbeat(record, ttl_s)
+
+    board.heartbeat = slow
+    async with running(board, policy) as membership:
+        beats = [asyncio.create_task(membership._beat()) for _ in range(3)]
+        await board.announce(announcement(1))
+        await report_of(board, 1, "committed")
+        await asyncio.gather(*beats)
+        assert await board.oldest_version() == 11
+
+
 async def test_engine_that_reports_another_checksum_than_was_sent_is_broken(board):
     async def other() -> object:
         return "1e"

@@ -348,6 +348,19 @@ async def test_floats_travel_as_before_while_no_engine_lives(board, publisher):
     assert await publisher.wire_dtype() == torch.bfloat16
 
 
+async def test_publish_as_a_whole_has_a_deadline_that_says_who_was_lost(
+    board, publisher, monkeypatch
+):
+    """Engines that are lost one after the other would each cost a deadline."""
+    monkeypatch.setattr(module, "MAX_DEADLINES", 1.5)
+    async with living(Engine(board, "a"), Engine(board, "b", ""), Engine(board, "c", "ready")):
+        with pytest.raises(TransferError) as raised:
+            await publisher.publish(V1, WEIGHTS)
+    assert str(raised.value) == (
+        "version 1 was not published within 1.5 s; lost meanwhile: b: not ready within 1 s"
+    )
+
+
 # --- confirming ---------------------------------------------------------------------------------
 
 
