@@ -122,11 +122,18 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
     "bench learner": _of(("bench learner --json", "one JSON line last")),
     "bench decode": _of(("bench decode --quick", "in under 45 s")),
     "bench replay": _of(("bench replay --quick --json", "in under 45 s, one JSON line last")),
-    "bench publish": _of(("bench publish --json", "one JSON line last")),
+    "bench publish": _of(
+        ("bench publish --json", "one JSON line last"),
+        ("bench publish --shape 1.5B", "one model, in half the time"),
+    ),
     "bench pipeline": _of(("bench pipeline --json", "one JSON line last")),
     "bench api": _of(("bench api --quick", "in under 45 s")),
     "bench retriever": _of(("bench retriever --quick", "in under 45 s")),
     "bench rollout": _of(("bench rollout --backend torch --quick", "without vLLM")),
+    "soak": _of(
+        ("soak deploy/configs/demo.toml --json", "two hours; one JSON line last"),
+        ("soak --judge runs/demo-1/samples.csv", "a soak that is over or under way"),
+    ),
     # ---- prepare
     "doctor": _of(
         ("doctor", "this machine"),

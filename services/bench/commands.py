@@ -72,12 +72,19 @@ def bench_replay(as_json: JsonLast = False, quick: Quick = False) -> None:
 
 
 @bench_app.command("publish")
-def bench_publish(as_json: JsonLast = False, quick: Quick = False) -> None:
+def bench_publish(
+    as_json: JsonLast = False,
+    quick: Quick = False,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Size of the model: 0.01B, 1.5B or 7B. May be given often."),
+    ] = None,
+) -> None:
     """New weights for a running engine, against a device-local copy, NCCL alone and vLLM's own."""
     from leeway.services.bench.publish import run
     from leeway.services.bench.report import show
 
-    show(run(quick=quick), as_json=as_json)
+    show(run(quick=quick, shapes=tuple(shape or ())), as_json=as_json)
 
 
 @bench_app.command("pipeline")

@@ -31,6 +31,7 @@ from leeway.actors.config import PolicyConfig
 from leeway.actors.membership import Membership
 from leeway.actors.policy import CompletionRequest
 from leeway.replay.board import PolicyBoard
+from leeway.replay.errors import ConfigurationError
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 from leeway.services.bench.publish_learner import RUN, Learner
@@ -85,7 +86,15 @@ class Measured:
 
 
 def run(*, quick: bool, shapes: tuple[str, ...] = ()) -> BenchResult:
-    """On two GPUs 1.5B and 7B; on CPUs, over gloo, a model of a few million parameters."""
+    """On two GPUs 1.5B and 7B; on CPUs, over gloo, a model of a few million parameters.
+
+    Raises ConfigurationError for a size that is not among `shapes`' choices.
+    """
+    unknown = sorted(set(shapes) - SHAPES.keys())
+    if unknown:
+        raise ConfigurationError(
+            f"there is no model of size {unknown[0]}; take one of {', '.join(SHAPES)}"
+        )
     is_cuda = torch.cuda.device_count() > 1
     if is_cuda and quick:
         plan = Plan(("1.5B",), 12, 2, 2.0, 64, with_native=False)

@@ -265,3 +265,8 @@ def test_help_of_a_bench_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_model_size_that_publish_does_not_know_is_refused_with_the_choices():
+    result = CliRunner().invoke(cli.app, ["bench", "publish", "--shape", "8B"])
+    assert "no model of size 8B; take one of 0.01B, 1.5B, 7B" in str(result.exception)

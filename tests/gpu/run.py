@@ -1,0 +1,131 @@
+"""Everything that needs a CUDA device, in one call, with a table last.
+
+    python tests/gpu/run.py --out results --minutes 9             # what fits, in this order
+    python tests/gpu/run.py --out results doctor publish-1.5B     # these alone
+
+A machine with GPUs is often lent for minutes at a time, without a package index. So each stage has
+a limit of its own, what it prints lies in the folder at once, a stage is begun only if the time
+left is at least what it takes, and stages that ended well before (in the same folder) are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+LEEWAY = (sys.executable, "-m", "leeway.services.cli")
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--import-mode=importlib")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: int
+    num_gpus: int = 1
+
+
+STAGES = (
+    Stage("doctor", (*LEEWAY, "doctor", "--deep", "--json"), 240),
+    Stage("publish-1.5B", (*LEEWAY, "bench", "publish", "--shape", "1.5B", "--json"), 330, 2),
+    Stage("publish-7B", (*LEEWAY, "bench", "publish", "--shape", "7B", "--json"), 400, 2),
+    Stage("publish-tests", (*PYTEST, str(TESTS / "test_publish_gpu.py")), 300, 2),
+    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--json"), 420, 2),
+    Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),
+    Stage("learner", (*LEEWAY, "bench", "learner", "--json"), 240),
+    Stage(
+        "one-gpu-tests",
+        (
+            *PYTEST,
+            *(str(TESTS / f"test_{name}_gpu.py") for name in ("head", "learner", "torch_policy")),
+        ),
+        240,
+    ),
+)
+
+
+def main() -> int:
+    """The worst exit code of the stages that ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    parser.add_argument("--out", type=Path, required=True, help="folder for what each stage prints")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole call")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(_names()))
+    given = parser.parse_args()
+    unknown = sorted(set(given.stages) - set(_names()))
+    if unknown:
+        parser.error(f"there is no stage {unknown[0]}; take one of {', '.join(_names())}")
+    deadline = time.monotonic() + 60 * given.minutes
+    chosen = [stage for stage in STAGES if not given.stages or stage.name in given.stages]
+    given.out.mkdir(parents=True, exist_ok=True)
+    rows = [(stage.name, *_tried(stage, given.out, deadline)) for stage in chosen]
+    print(f"\n{'stage':<16}{'outcome':<22}{'seconds':>8}  last line")
+    for name, outcome, seconds, last in rows:
+        print(f"{name:<16}{outcome:<22}{seconds:>8.0f}  {last}")
+    return max((1 for row in rows if row[1].startswith(("exit", "stopped"))), default=0)
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def _names() -> list[str]:
+    return [stage.name for stage in STAGES]
+
+
+def _tried(stage: Stage, folder: Path, deadline: float) -> tuple[str, float, str]:
+    """How it went: outcome, seconds, the last line it printed."""
+    log, record = folder / f"{stage.name}.log", folder / f"{stage.name}.json"
+    if record.is_file():
+        return "done before", 0.0, json.loads(record.read_text())["last"]
+    if (found := _num_gpus()) < stage.num_gpus:
+        return f"needs {stage.num_gpus} GPUs, not {found}", 0.0, ""
+    if deadline - time.monotonic() < stage.limit_s:
+        return "no time left", 0.0, ""
+    print(f"{time.strftime('%X')} {stage.name}: {' '.join(stage.command)}", flush=True)
+    began = time.monotonic()
+    code = _run(stage, log)
+    seconds = time.monotonic() - began
+    lines = log.read_text(errors="replace").strip().splitlines() or [""]
+    if code is None:
+        return f"stopped at {stage.limit_s} s", seconds, lines[-1]
+    if code:
+        print("\n".join(lines[-25:]), flush=True)
+        return f"exit {code}", seconds, lines[-1]
+    record.write_text(json.dumps({"seconds": seconds, "last": lines[-1]}))
+    return "passed", seconds, lines[-1]
+
+
+def _run(stage: Stage, log: Path) -> int | None:
+    """Its exit code; None when it was stopped at its limit, with all that it had started."""
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            stage.command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(stage.limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+def _num_gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 0
+    return listed.stdout.count("GPU ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
