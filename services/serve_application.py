@@ -20,13 +20,12 @@ from pathlib import Path
 from ray import serve
 
 from leeway.actors.serve_app import (
-    ActorSpec,
-    HandleRollouts,
-    application_handle,
     policy_application,
     retriever_application,
     rollout_application,
 )
+from leeway.actors.serve_handles import HandleRollouts, application_handle
+from leeway.actors.serve_replicas import ActorSpec
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import ConfigurationError
 from leeway.services.config import RunConfig, load

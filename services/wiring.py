@@ -16,12 +16,12 @@ from leeway.services.layout import RunDirectory
 from leeway.services.processes.guardian import guarded
 
 if TYPE_CHECKING:
-    from leeway.actors.serve_app import ActorSpec
+    from leeway.actors.serve_replicas import ActorSpec
 
 
 def actor_spec(run: RunDirectory, config: RunConfig, redis_url: str) -> ActorSpec:
     """What the Serve applications need to know."""
-    from leeway.actors.serve_app import ActorSpec
+    from leeway.actors.serve_replicas import ActorSpec
 
     return ActorSpec(
         run=run.root.name,

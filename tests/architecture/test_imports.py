@@ -40,7 +40,7 @@ PLACES = {
         "services/report_plots.py",
     ],
     "opentelemetry": ["replay/tracing.py"],
-    "prometheus_client": ["services/api/metrics.py"],
+    "prometheus_client": ["services/api/metrics.py", "services/soak/services.py"],
     "psutil": ["services/supervision.py"],
     "pydantic_core": ["services/config_text.py"],
     "pyarrow": [
@@ -50,7 +50,7 @@ PLACES = {
         "services/experiments/sweep_tables.py",
     ],
     "ray": [
-        "actors/serve_app.py",
+        "actors/serve_*.py",
         "services/experiments/ray_launcher.py",
         "services/serve_application.py",
         "services/wiring.py",
@@ -104,6 +104,7 @@ PLACES = {
         "services/process_commands.py",
         "services/replay_commands.py",
         "services/retriever_commands.py",
+        "services/soak/command.py",
         "services/status_command.py",
         "services/sweep_commands.py",
         "services/train_command.py",

@@ -87,7 +87,7 @@ def test_every_application_is_a_builder_that_takes_its_args(ci: str):
 
 
 def test_the_deployments_whose_options_it_sets_exist():
-    from leeway.actors import serve_app
+    from leeway.actors import serve_replicas
 
     named = {
         deployment["name"]
@@ -95,7 +95,7 @@ def test_the_deployments_whose_options_it_sets_exist():
         for deployment in application.get("deployments", [])
     }
     assert named == {"PolicyServer", "RetrieverServer", "RolloutServer"}
-    assert {getattr(serve_app, name).name for name in named} == named
+    assert {getattr(serve_replicas, name).name for name in named} == named
 
 
 def test_the_applications_are_those_of_the_ray_serve_file():
