@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -100,6 +101,7 @@ class Publisher:
         self._group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
         self._members: dict[str, int] = {}
+        self._sender = _Sender()
         self._pending: tuple[Announcement, float, int] | None = None
         self._version = PolicyVersion(0)
         self._evicted: dict[str, str] = {}
@@ -183,7 +185,7 @@ class Publisher:
         chunks = weights.layout.chunks(announcement.chunk_bytes)
         pieces = [flat[chunk.start : chunk.stop] for chunk in chunks]
         try:
-            await _on_thread(
+            await self._sender.run(
                 lambda: transfer.broadcast(group, pieces, self._timeout_s), self._timeout_s
             )
         except TransferError as error:
@@ -227,7 +229,7 @@ class Publisher:
         device = transfer.wire_device(announcement.transport, self._device)
         assert store is not None
         try:
-            group = await _on_thread(
+            group = await self._sender.run(
                 lambda: transfer.build_group(store, 0, size, device, timeout_s), timeout_s
             )
         except TransferError as error:
@@ -367,25 +369,53 @@ class _Lost:
         return evicted
 
 
-async def _on_thread(work: Callable[[], Any], timeout_s: float) -> Any:
-    """The result of `work`, on a thread that the end of this process does not wait for.
+class _Sender:
+    """A thread for what blocks, that the end of this process does not wait for.
 
-    NCCL can hang where no deadline of its own reaches it.
+    It is started once: a thread that is started while memory is short may die before it says that
+    it lives, and `Thread.start` then waits for ever, with the event loop. NCCL can hang where no
+    deadline of its own reaches it; a thread that is late is left behind, and another takes over.
     """
-    done: Future[Any] = Future()
 
-    def run() -> None:
-        done.set_running_or_notify_cancel()
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        Thread(target=_serve, args=[self._orders], name="leeway-publish", daemon=True).start()
+
+    async def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
+        """The result of `work`. Raises TransferError GRACE_S after its own deadline."""
+        done: Future[Any] = Future()
+        self._orders.put((work, done))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s + GRACE_S)
+        except TimeoutError:
+            self._replace()
+            raise TransferError(f"nothing came of it within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            # The publish as a whole is late; the thread may be, too.
+            self._replace()
+            raise
+
+    def _replace(self) -> None:
+        self._orders.put(None)
+        self._start()
+
+
+_Order = tuple[Callable[[], Any], Future[Any]]
+
+
+def _serve(orders: SimpleQueue[_Order | None]) -> None:
+    while (order := orders.get()) is not None:
+        work, done = order
+        # Whoever asked may have given up; a future that was cancelled takes no result.
+        if not done.set_running_or_notify_cancel():
+            continue
         try:
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
-
-    Thread(target=run, name="leeway-publish", daemon=True).start()
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s + GRACE_S)
-    except TimeoutError:
-        raise TransferError(f"nothing came of it within {timeout_s:g} s") from None
 
 
 def _transport(device: torch.device, engines: list[EngineRecord]) -> Transport:

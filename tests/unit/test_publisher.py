@@ -6,6 +6,7 @@ The board is real; the transfer of bytes is replaced by notes of what would have
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -359,6 +360,37 @@ async def test_publish_as_a_whole_has_a_deadline_that_says_who_was_lost(
     assert str(raised.value) == (
         "version 1 was not published within 1.5 s; lost meanwhile: b: not ready within 1 s"
     )
+
+
+async def test_sends_share_one_thread_until_one_of_them_hangs(monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.0)
+    sender, blocked = module._Sender(), threading.Event()
+    first, second = [await sender.run(threading.get_ident, 30) for _ in range(2)]
+    with pytest.raises(TransferError, match=r"nothing came of it within 0\.1 s"):
+        await sender.run(blocked.wait, 0.1)
+    third = await sender.run(threading.get_ident, 30)
+    assert first == second != third
+    blocked.set()
+    await until_ended(first)
+
+
+async def test_publish_that_is_given_up_leaves_a_thread_for_the_next():
+    sender, blocked = module._Sender(), threading.Event()
+    first = await sender.run(threading.get_ident, 30)
+    sending = asyncio.create_task(sender.run(blocked.wait, 30))
+    await asyncio.sleep(0.05)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert await sender.run(lambda: "sent", 30) == "sent"
+    blocked.set()
+    await until_ended(first)
+
+
+async def until_ended(ident: int) -> None:
+    async with asyncio.timeout(30):
+        while ident in {thread.ident for thread in threading.enumerate()}:
+            await asyncio.sleep(0.01)
 
 
 # --- confirming ---------------------------------------------------------------------------------
