@@ -15,6 +15,8 @@ class NonFiniteError(LeewayError):
     Raised before the optimizer step that it would have spoilt.
     """
 
+    exit_code = 3
+
 
 class CheckpointError(LeewayError):
     """A checkpoint could not be written or read."""

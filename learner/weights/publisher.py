@@ -26,23 +26,18 @@ import asyncio
 import logging
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from leeway.learner.weights.outcome import MAX_FAILURES, Lost, Outcome, error_summary
+from leeway.learner.weights.sender import Sender
 from leeway.replay import transfer
 from leeway.replay.board import (
     Announcement,
     EngineRecord,
-    EngineReport,
     PolicyBoard,
     Stage,
     Transport,
@@ -53,15 +48,11 @@ from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 2
-"""Transfers that may fail in one publish, and failures one engine may report in it."""
 MAX_DEADLINES = 6
 """A publish waits for four things, some twice; engines that are lost one after the other may not
 make it last longer than so many deadlines."""
 LOOK_S = 1.0
 """Seconds between two looks, while waiting for reports, which engines still live."""
-GRACE_S = 5.0
-"""A transfer ends itself at its deadline; so much later nobody waits for it any longer."""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +92,7 @@ class Publisher:
         self._group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
         self._members: dict[str, int] = {}
-        self._sender = _Sender()
+        self._sender = Sender()
         self._pending: tuple[Announcement, float, int] | None = None
         self._version = PolicyVersion(0)
         self._evicted: dict[str, str] = {}
@@ -143,7 +134,7 @@ class Publisher:
             ) from None
 
     async def _publish(self, version: PolicyVersion, weights: FlatWeights) -> int:
-        lost, reason = _Lost(), ""
+        lost, reason = Lost(), ""
         while lost.num_transfers < MAX_FAILURES:
             engines = [e for e in await self._board.engines() if e.engine_id not in lost.engines]
             if not engines:
@@ -163,7 +154,7 @@ class Publisher:
             raise TransferError(f"version {version} was not published: {lost.refusal}")
         return 0
 
-    async def _send(self, announcement: Announcement, weights: FlatWeights, lost: _Lost) -> bool:
+    async def _send(self, announcement: Announcement, weights: FlatWeights, lost: Lost) -> bool:
         """Announce and send. False if an engine was not ready; raises TransferError otherwise."""
         began = time.monotonic()
         await self._board.announce(announcement)
@@ -242,9 +233,9 @@ class Publisher:
 
     async def _await_stage(
         self, announcement: Announcement, stage: Stage, timeout_s: float | None = None
-    ) -> _Outcome:
+    ) -> Outcome:
         """Until each engine has reached `stage`, failed, died, or `timeout_s` is over."""
-        outcome = _Outcome()
+        outcome = Outcome()
         waiting = set(announcement.rank_offsets)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
@@ -289,7 +280,7 @@ class Publisher:
         checksum is evicted: it holds weights nobody trained, or older ones.
         """
         pending, self._pending = self._pending, None
-        outcome, began, num_bytes, checksum = _Outcome(), time.monotonic(), 0, ""
+        outcome, began, num_bytes, checksum = Outcome(), time.monotonic(), 0, ""
         if pending is not None:
             announcement, began, num_bytes = pending
             checksum = announcement.checksum
@@ -318,106 +309,6 @@ class Publisher:
         )
 
 
-@dataclass
-class _Outcome:
-    """How a wait for one stage ended, engine by engine."""
-
-    reached: dict[str, EngineReport] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    """Said what went wrong."""
-    silent: dict[str, str] = field(default_factory=dict)
-    """Died, or did not say anything in time."""
-
-    @property
-    def engines(self) -> set[str]:
-        return self.reached.keys() | self.failed.keys() | self.silent.keys()
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.failed and not self.silent
-
-    def add(self, reports: Mapping[str, EngineReport], stage: Stage) -> None:
-        for engine_id, report in reports.items():
-            if report.stage == "failed":
-                self.failed[engine_id] = report.error or "no reason given"
-            elif report.has_reached(stage):
-                self.reached[engine_id] = report
-
-
-@dataclass
-class _Lost:
-    """What one publish has gone through so far."""
-
-    engines: set[str] = field(default_factory=set)
-    """Evicted by it; not asked again even if they beat."""
-    failures: Counter[str] = field(default_factory=Counter)
-    num_transfers: int = 0
-    """That failed since the last eviction."""
-    refusal: str | None = None
-    """What the last engine that was evicted for a failure said."""
-
-    def add(self, outcome: _Outcome) -> dict[str, str]:
-        """The engines to evict: the silent ones, and those that failed again."""
-        self.failures.update(outcome.failed.keys())
-        failed = {e: r for e, r in outcome.failed.items() if self.failures[e] >= MAX_FAILURES}
-        if failed:
-            self.refusal = error_summary(failed)
-        evicted = outcome.silent | failed
-        if evicted:
-            self.engines |= evicted.keys()
-            self.num_transfers = 0
-        return evicted
-
-
-class _Sender:
-    """A thread for what blocks, that the end of this process does not wait for.
-
-    It is started once: a thread that is started while memory is short may die before it says that
-    it lives, and `Thread.start` then waits for ever, with the event loop. NCCL can hang where no
-    deadline of its own reaches it; a thread that is late is left behind, and another takes over.
-    """
-
-    def __init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
-        Thread(target=_serve, args=[self._orders], name="leeway-publish", daemon=True).start()
-
-    async def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
-        """The result of `work`. Raises TransferError GRACE_S after its own deadline."""
-        done: Future[Any] = Future()
-        self._orders.put((work, done))
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s + GRACE_S)
-        except TimeoutError:
-            self._replace()
-            raise TransferError(f"nothing came of it within {timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            # The publish as a whole is late; the thread may be, too.
-            self._replace()
-            raise
-
-    def _replace(self) -> None:
-        self._orders.put(None)
-        self._start()
-
-
-_Order = tuple[Callable[[], Any], Future[Any]]
-
-
-def _serve(orders: SimpleQueue[_Order | None]) -> None:
-    while (order := orders.get()) is not None:
-        work, done = order
-        # Whoever asked may have given up; a future that was cancelled takes no result.
-        if not done.set_running_or_notify_cancel():
-            continue
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-
 def _transport(device: torch.device, engines: list[EngineRecord]) -> Transport:
     """NCCL between GPUs that are all different; it refuses to have two ranks on one."""
     own = transfer.gpu_uuid(device)
@@ -429,11 +320,6 @@ def _transport(device: torch.device, engines: list[EngineRecord]) -> Transport:
 
 def _names(announcement: Announcement) -> str:
     return ", ".join(announcement.rank_offsets)
-
-
-def error_summary(failed: Mapping[str, str]) -> str:
-    """`engine-1: reason; engine-2: reason`."""
-    return "; ".join(f"{engine}: {reason}" for engine, reason in failed.items()) or "no reply"
 
 
 def _own_address() -> str:

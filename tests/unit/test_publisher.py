@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from leeway.learner.weights import publisher as module
-from leeway.learner.weights.publisher import Publisher, error_summary
+from leeway.learner.weights import sender as sending_thread
+from leeway.learner.weights.outcome import error_summary
+from leeway.learner.weights.publisher import Publisher
+from leeway.learner.weights.sender import Sender
 from leeway.replay.board import Announcement, EngineRecord, EngineReport, PolicyBoard
 from leeway.replay.errors import TransferError
 from leeway.replay.flat_weights import pack
@@ -363,8 +366,8 @@ async def test_publish_as_a_whole_has_a_deadline_that_says_who_was_lost(
 
 
 async def test_sends_share_one_thread_until_one_of_them_hangs(monkeypatch):
-    monkeypatch.setattr(module, "GRACE_S", 0.0)
-    sender, blocked = module._Sender(), threading.Event()
+    monkeypatch.setattr(sending_thread, "GRACE_S", 0.0)
+    sender, blocked = Sender(), threading.Event()
     first, second = [await sender.run(threading.get_ident, 30) for _ in range(2)]
     with pytest.raises(TransferError, match=r"nothing came of it within 0\.1 s"):
         await sender.run(blocked.wait, 0.1)
@@ -375,7 +378,7 @@ async def test_sends_share_one_thread_until_one_of_them_hangs(monkeypatch):
 
 
 async def test_publish_that_is_given_up_leaves_a_thread_for_the_next():
-    sender, blocked = module._Sender(), threading.Event()
+    sender, blocked = Sender(), threading.Event()
     first = await sender.run(threading.get_ident, 30)
     sending = asyncio.create_task(sender.run(blocked.wait, 30))
     await asyncio.sleep(0.05)
