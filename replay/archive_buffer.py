@@ -94,6 +94,8 @@ def check_absent(path: Path, overwrite: bool) -> None:
     """Raise ConfigurationError where an export to `path` would replace what it may not."""
     if path.is_dir():
         raise ConfigurationError(f"{path} is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"{path.absolute().parent} is no folder; make it, or name another")
     if path.exists() and not overwrite:
         raise ConfigurationError(f"{path} exists; name another file or say --force")
 
@@ -170,15 +172,16 @@ def _archived(group_id: str, record: StoredGroup, payload: bytes) -> ArchivedGro
     )
 
 
-async def import_groups(buffer: OpenBuffer, path: Path) -> Imported:
-    """Store the groups of `path` that the buffer lacks; harmless to repeat.
+async def import_groups(buffer: OpenBuffer, path: Path, *, stores: bool = True) -> Imported:
+    """Store the groups of `path` that the buffer lacks; harmless to repeat. Without `stores` the
+    file is read through and what would be stored is counted; the buffer stays as it is.
 
     A new buffer takes the learner version of the file. Raises ConfigurationError for a file that
     cannot be opened, CodecError for one whose header cannot be read; a later fault is in the
     result.
     """
     with _open(path) as file:
-        return await _store_groups(buffer, ArchiveReader(file, str(path)))
+        return await _store_groups(buffer, ArchiveReader(file, str(path)), stores)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -188,12 +191,13 @@ def _open(path: Path) -> BinaryIO:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-async def _store_groups(buffer: OpenBuffer, reader: ArchiveReader) -> Imported:
+async def _store_groups(buffer: OpenBuffer, reader: ArchiveReader, stores: bool) -> Imported:
     stats = await buffer.replay.stats()
     learner_version, is_version_taken = stats.learner_version, _is_new(stats)
     if is_version_taken:
         learner_version = PolicyVersion(reader.header.learner_version)
-        await buffer.replay.restore_version(learner_version)
+        if stores:
+            await buffer.replay.restore_version(learner_version)
     stored = {str(group_id) for group_id in await buffer.replay.group_ids()}
     num_groups, skipped, fault = 0, Counter[str](), None
     try:
@@ -207,7 +211,9 @@ async def _store_groups(buffer: OpenBuffer, reader: ArchiveReader) -> Imported:
             elif group.group_id in stored:
                 skipped["stored"] += 1
             else:
-                outcome = await shard.put_back(group.group_id, group.record, group.payload)
+                outcome = "trained" if _is_trained(group, buffer.config) else "added"
+                if stores:
+                    outcome = await shard.put_back(group.group_id, group.record, group.payload)
                 if outcome == "added":
                     stored.add(group.group_id)
                     num_groups += 1
@@ -216,6 +222,11 @@ async def _store_groups(buffer: OpenBuffer, reader: ArchiveReader) -> Imported:
     except CodecError as error:
         fault = error
     return Imported(num_groups, dict(skipped), learner_version, is_version_taken, fault)
+
+
+def _is_trained(group: ArchivedGroup, config: ReplayConfig) -> bool:
+    """No step may train it again; put_back says so too."""
+    return 0 < group.draws >= config.max_draws
 
 
 def _is_new(stats: ReplayStats) -> bool:

@@ -15,12 +15,12 @@ class Batches(Generic[Item, Result]):
 
     def __init__(
         self,
-        run: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+        run: Callable[[Sequence[Item]], Awaitable[Sequence[Result | Exception]]],
         max_weight: int,
         max_items: int,
     ) -> None:
-        """`run` gives one result an item; a batch ends with `max_items` of them, or `max_weight` of
-        whatever their callers weigh them by.
+        """`run` gives one result an item, an exception being raised to the item's caller; a batch
+        ends with `max_items` of them, or `max_weight` of whatever their callers weigh them by.
         """
         self._run = run
         self._max_weight = max_weight
@@ -29,8 +29,8 @@ class Batches(Generic[Item, Result]):
         self._weight = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def call(self, item: Item, weight: int) -> Result:
-        """The item's own result; an error of the batch is raised to each of its callers."""
+    def call(self, item: Item, weight: int) -> asyncio.Future[Result]:
+        """The item's own result to come; an error of the batch is raised to each of its callers."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         if not self._waiting:
@@ -39,7 +39,7 @@ class Batches(Generic[Item, Result]):
         self._weight += weight
         if self._weight >= self._max_weight or len(self._waiting) >= self._max_items:
             self._flush()
-        return await future
+        return future
 
     def _flush(self) -> None:
         waiting, self._waiting, self._weight = self._waiting, [], 0
@@ -61,5 +61,9 @@ class Batches(Generic[Item, Result]):
             return
         # A caller that was cancelled since waits no longer; its item went in all the same.
         for (_, future), result in zip(batch, results, strict=True):
-            if not future.done():
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
                 future.set_result(result)

@@ -139,7 +139,7 @@ class PolicyBoard:
         self._keys = board_keys(run)
         self._link = Link(url, retry_s)
         self._client = self._link.client
-        self._scripts = ScriptSet(self._link, self._keys, ())
+        self._scripts = ScriptSet(self._link, self._keys)
 
     async def heartbeat(self, record: EngineRecord, ttl_s: float) -> None:
         """Register the engine for `ttl_s`; without another beat by then it counts as dead.

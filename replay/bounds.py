@@ -7,27 +7,31 @@ from collections.abc import Mapping
 
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import DataError, StalenessViolation
-from leeway.replay.schema import Group, check_group
+from leeway.replay.schema import Columns, Group, check_group, columns_of
 from leeway.replay.store import Lease, Slot
 
 
-def check_fills(slot: Slot, group: Group, config: ReplayConfig) -> None:
+def check_fills(
+    slot: Slot, group: Group, config: ReplayConfig, columns: Columns | None = None
+) -> None:
     """Raise DataError unless `group` is well formed and is the one that `slot` was granted for.
 
     Under exact all its tokens must be of the slot's version: a group that saw weights change is
-    refused here, and another is admitted in its place at the same version.
+    refused here, and another is admitted in its place at the same version. `columns` are those of
+    the group, where the caller has them.
     """
-    check_group(group)
+    columns = columns or columns_of(group)
+    check_group(group, columns)
     if group.group_id != slot.slot_id:
         raise DataError(f"group {group.group_id} cannot fill slot {slot.slot_id}: ids must agree")
-    if group.oldest_version < slot.version:
+    if columns.oldest < slot.version:
         raise DataError(
-            f"group {group.group_id} holds tokens of version {group.oldest_version}, older than "
+            f"group {group.group_id} holds tokens of version {columns.oldest}, older than "
             f"version {slot.version} that its slot was granted for; was the oldest engine reported?"
         )
-    if config.staleness_policy == "exact" and newest_version(group) > slot.version:
+    if config.staleness_policy == "exact" and columns.newest > slot.version:
         raise DataError(
-            f"group {group.group_id} holds tokens of version {newest_version(group)}, newer than "
+            f"group {group.group_id} holds tokens of version {columns.newest}, newer than "
             f"version {slot.version} that its slot was granted for, under exact staleness; were "
             "weights published while it was played?"
         )

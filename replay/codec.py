@@ -1,6 +1,6 @@
 """Groups as bytes: a header, one block for each kind of array, one msgpack for everything else.
 
-    b"LW" | schema version, uint16 | CRC-32 of what follows, uint32 | bytes of the msgpack, uint32
+    b"LW" | schema version, uint16 | XXH3 of what follows, uint64 | bytes of the msgpack, uint32
     log-probs [T] float32 | versions | token ids [L] uint16 or int32 | msgpack of _WireGroup
 
 Numbers are little-endian. `T` counts the generated tokens and `L` all tokens of the whole group:
@@ -16,28 +16,31 @@ both numbers without guessing at the layout.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from leeway.replay.errors import CodecError, DataError
 from leeway.replay.schema import (
     SCHEMA_VERSION,
+    Columns,
     Group,
     GroupId,
     StopReason,
     Trajectory,
     Turn,
+    columns_of,
 )
 
 _MAGIC: Final = b"LW"
 _HEADER: Final = struct.Struct("<2sH")
 _NUMBER: Final = struct.Struct("<I")
-_CHECKED_START: Final = _HEADER.size + _NUMBER.size
+_CHECKSUM: Final = struct.Struct("<Q")
+_CHECKED_START: Final = _HEADER.size + _CHECKSUM.size
 _BLOCKS_START: Final = _CHECKED_START + _NUMBER.size
 """A multiple of 4, and the blocks of four-byte numbers come first: their views are aligned."""
 
@@ -49,7 +52,9 @@ _MAX_NARROW_ID: Final = 2**16 - 1
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _WireTrajectory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _WireTrajectory(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """A trajectory without its arrays."""
 
     trajectory_id: str
@@ -65,7 +70,9 @@ class _WireTrajectory(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     turn_rewards: tuple[float, ...] | None
 
 
-class _WireGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _WireGroup(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """A group without its arrays, and how their blocks are written."""
 
     group_id: str
@@ -82,14 +89,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_WireGroup)
 
 
-def encode(group: Group) -> bytes:
+def encode(group: Group, columns: Columns | None = None) -> bytes:
     """Return the group's bytes under the current schema version.
 
-    Raises DataError where a trajectory has not one version for each log-prob.
+    `columns` are those of the group, where the caller has them. Raises DataError where a trajectory
+    has not one version for each log-prob.
     """
     trajectories = group.trajectories
-    logprobs_T = _concatenate([t.logprobs for t in trajectories], _FLOAT)
-    num_runs, versions = _to_runs(_concatenate([t.versions for t in trajectories], _INT))
+    columns = columns or columns_of(group)
+    num_runs, versions = _to_runs(columns)
     ids_L = _narrow(_concatenate([t.token_ids for t in trajectories], _INT))
     wire = _WireGroup(
         group.group_id,
@@ -97,15 +105,16 @@ def encode(group: Group) -> bytes:
         group.worker_id,
         2 if ids_L.itemsize == 2 else 4,
         num_runs,
-        tuple(_to_wire(trajectory) for trajectory in trajectories),
+        tuple([_to_wire(trajectory) for trajectory in trajectories]),
     )
     description = _encoder.encode(wire)
-    blocks = (logprobs_T.data, versions.data, ids_L.data)
+    blocks = (columns.logprobs_T.data, versions.data, ids_L.data)
     parts = (_NUMBER.pack(len(description)), *blocks, description)
-    checksum = 0
+    checksum = xxhash.xxh3_64()
     for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return b"".join((_HEADER.pack(_MAGIC, SCHEMA_VERSION), _NUMBER.pack(checksum), *parts))
+        checksum.update(part)
+    start = _HEADER.pack(_MAGIC, SCHEMA_VERSION) + _CHECKSUM.pack(checksum.intdigest())
+    return b"".join((start, *parts))
 
 
 def decode(data: bytes | memoryview) -> Group:
@@ -139,7 +148,8 @@ def _check_envelope(data: bytes | memoryview) -> memoryview:
         )
     if len(view) < _BLOCKS_START:
         raise CodecError(f"{len(view)} bytes end before the blocks of a group; discard them")
-    if zlib.crc32(view[_CHECKED_START:]) != _NUMBER.unpack_from(view, _HEADER.size)[0]:
+    checksum = xxhash.xxh3_64_intdigest(view[_CHECKED_START:])
+    if checksum != _CHECKSUM.unpack_from(view, _HEADER.size)[0]:
         raise CodecError(
             f"the {len(view)} bytes of a group do not match their checksum: they were cut or "
             "changed after they were written; discard them"
@@ -222,12 +232,15 @@ def _to_wire(trajectory: Trajectory) -> _WireTrajectory:
     )
 
 
-def _to_runs(versions_T: NDArray[np.int32]) -> tuple[int | None, NDArray[np.int32]]:
+def _to_runs(columns: Columns) -> tuple[int | None, NDArray[np.int32]]:
     """R and the runs, [2R]; or None and the versions, where runs would not be shorter.
 
     [7, 7, 7, 7, 7, 9] -> 2, [7, 9, 5, 1]; [7, 7, 9] -> None, [7, 7, 9]
     """
+    versions_T = columns.versions_T
     num_generated = len(versions_T)
+    if columns.oldest == columns.newest and num_generated > 2:  # nearly every group
+        return 1, np.array((columns.oldest, num_generated), _INT)
     changes = np.flatnonzero(versions_T[1:] != versions_T[:-1])
     num_runs = len(changes) + 1
     if 2 * num_runs >= num_generated:
@@ -240,7 +253,10 @@ def _to_runs(versions_T: NDArray[np.int32]) -> tuple[int | None, NDArray[np.int3
 
 def _from_runs(runs: NDArray[np.int32], num_generated: int) -> NDArray[np.int32]:
     """The versions, [T], of runs [2R]. Raises CodecError where the lengths do not sum to T."""
-    values_R, lengths_R = np.split(runs, 2)
+    num_runs = len(runs) // 2
+    values_R, lengths_R = runs[:num_runs], runs[num_runs:]
+    if num_runs == 1 and lengths_R[0] == num_generated:
+        return _frozen(np.full(num_generated, values_R[0], _INT))
     # The sum must be known before the runs are written out: a length may claim two thousand million
     # tokens. It is taken in 64 bits, where no number of lengths comes round to T again.
     if np.any(lengths_R < 0) or int(lengths_R.sum(dtype=np.int64)) != num_generated:

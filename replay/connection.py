@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import redis
-import redis.asyncio
 from redis.exceptions import NoScriptError, RedisClusterException
 from tenacity import (
     AsyncRetrying,
@@ -28,6 +25,8 @@ from leeway.replay.errors import ConfigurationError, LeewayError, StoreError, St
 from leeway.replay.pipelines import MAX_PIPELINES, Command, Pipelines
 from leeway.replay.redis_clients import build_carry, build_client, ping
 from leeway.replay.redis_urls import address, parse_url
+from leeway.replay.scripts import script_source
+from leeway.replay.wire import pack
 
 __all__ = [
     "BLOCK_MS",
@@ -37,8 +36,6 @@ __all__ = [
     "ScriptSet",
     "address",
     "check_url",
-    "lua_text",
-    "script_source",
     "stream_entries",
     "translate",
 ]
@@ -51,10 +48,6 @@ BLOCK_MS: Final = 5000
 MAX_CONNECTIONS: Final = 16
 """Connections of one process to one run for calls and blocking reads; more callers than that take
 turns. Pipelines have MAX_PIPELINES of their own, so no blocking read holds one up."""
-
-LUA_FOLDER: Final = Path(__file__).parent / "lua"
-"""Where scripts lie. By path: importlib.resources cannot open a namespace package of an editable
-install."""
 
 TRANSLATIONS: Final[Mapping[str, type[LeewayError]]] = {
     "AskError": StoreUnavailable,
@@ -118,7 +111,7 @@ _IN_WORDS: Final[Mapping[str, tuple[type[LeewayError], str]]] = {
         StoreError,
         "Redis at {where} is full: {error}; raise maxmemory or lower max_groups",
     ),
-    "NoPermissionError|NOPERM": (
+    "NoPermissionError|NOPERM|ACL failure in script|user executing the script can't": (
         ConfigurationError,
         "Redis at {where} does not let the user in replay.url do this: {error}",
     ),
@@ -185,7 +178,6 @@ class Link:
             self.client if is_cluster else build_client(parsed, MAX_PIPELINES, carries=True)
         )
         self._pipelines = Pipelines(build_carry(self._carrier))
-        self._packer = redis.asyncio.Connection(protocol=2)  # never connected
 
     async def execute(self, *commands: Command) -> list[Any]:
         """Replies of the commands, run one behind another on one connection.
@@ -200,7 +192,7 @@ class Link:
         harmless to repeat.
         """
         try:
-            packed = self._packer.pack_commands(commands)
+            packed = pack(commands)
         except redis.DataError as error:
             raise translate(error, self.url) from error
         try:
@@ -280,24 +272,32 @@ class ScriptSet:
     a hash tag, so that every key of a script lies where the prefix does.
     """
 
-    def __init__(self, link: Link, keys: NamedTuple | str, prelude: Sequence[str]) -> None:
+    def __init__(self, link: Link, keys: NamedTuple | str, is_of_buffer: bool = False) -> None:
+        """`is_of_buffer`: each stands behind what scripts of the buffer start with."""
         self._link = link
+        self._is_of_buffer = is_of_buffer
         self._keys: tuple[str, ...] = (keys,) if isinstance(keys, str) else tuple(keys)
         self._fields = None if isinstance(keys, str) else keys._fields
-        self._prelude = tuple(prelude)
         self._scripts: dict[str, tuple[str, str]] = {}
 
     async def run(
-        self, name: str, /, *, before: Sequence[Command] = (), **arguments: object
+        self,
+        name: str,
+        /,
+        *,
+        before: Sequence[Command] = (),
+        limits: bytes | None = None,
+        **arguments: object,
     ) -> Any:
         """Run lua/`name`.lua with named arguments, behind the commands `before`; its reply.
 
-        Arguments are numbers, text, lists and maps; the msgpack of Redis cannot read bytes. All of
-        it is sent again as `Link.execute` does, so it must be harmless to repeat.
+        Arguments are numbers, text, lists and maps; the msgpack of Redis cannot read bytes, so
+        `limits` travel beside them. All of it is sent again as `Link.execute` does, so it must be
+        harmless to repeat.
         """
         source, sha = self._script(name)
-        packed = msgspec.msgpack.encode(arguments)
-        tail = (len(self._keys), *self._keys, packed)
+        words = (len(self._keys), *self._keys, msgspec.msgpack.encode(arguments))
+        tail = words if limits is None else (*words, limits)
         try:
             replies = await self._link.execute(*before, ("EVALSHA", sha, *tail))
         except StoreError as error:
@@ -309,29 +309,9 @@ class ScriptSet:
     def _script(self, name: str) -> tuple[str, str]:
         """Text and SHA-1, by which Redis knows a script that it has run before."""
         if name not in self._scripts:
-            source = script_source(name, self._fields, self._prelude)
+            source = script_source(name, self._fields, self._is_of_buffer)
             self._scripts[name] = source, hashlib.sha1(source.encode()).hexdigest()
         return self._scripts[name]
-
-
-@functools.cache
-def script_source(name: str, fields: tuple[str, ...] | None, prelude: tuple[str, ...]) -> str:
-    """lua/`name`.lua behind its prelude, with `key` and `arg` defined.
-
-    ("slots", "ready") begins with: local key = {slots = KEYS[1], ready = KEYS[2]}
-    None is for a prefix in KEYS[1]: key.slots is the prefix and "slots".
-    """
-    if fields is None:
-        keys = "setmetatable({}, {__index = function(_, name) return KEYS[1] .. name end})"
-    else:
-        keys = f"{{{', '.join(f'{field} = KEYS[{i}]' for i, field in enumerate(fields, start=1))}}}"
-    header = f"local key = {keys}\nlocal arg = cmsgpack.unpack(ARGV[1])\n"
-    return header + "\n".join(lua_text(part) for part in (*prelude, name))
-
-
-def lua_text(name: str) -> str:
-    """The text of lua/`name`.lua."""
-    return (LUA_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
 
 
 def stream_entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -18,13 +18,21 @@ LeewayError                  every error this project raises on purpose
 class LeewayError(Exception):
     """Base of every error raised on purpose."""
 
+    exit_code: int = 1
+    """Of a command that ends with it: 2 bad input; 3 a fault that would come again, so that nobody
+    starts the process again; 1 any other."""
+
 
 class ConfigurationError(LeewayError):
     """Bad input. The message is one sentence that names the key and says what would be right."""
 
+    exit_code = 2
+
 
 class DataError(LeewayError):
     """A record, question or corpus line that cannot be used."""
+
+    exit_code = 2
 
 
 class CodecError(DataError):
@@ -58,6 +66,8 @@ class LeaseExpired(StoreError):
 
 class StalenessViolation(StoreError):
     """A group outside the staleness bound reached a consumer. Stops the run."""
+
+    exit_code = 3
 
 
 class TransferError(LeewayError):

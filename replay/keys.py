@@ -41,6 +41,8 @@ class BoardKeys(NamedTuple):
     """hash: action -> the latest ControlRequest as JSON"""
     settings: str
     """string: LiveSettings as JSON"""
+    leader: str
+    """string: who moves the run through its phases; expires unless it is set again"""
     room: str
     """the buffer's stream of that name: an engine's newer version wakes callers of admit"""
 

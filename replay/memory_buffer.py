@@ -56,6 +56,19 @@ class _Stored(msgspec.Struct):
         return self.record.version * ARRIVALS + self.record.arrival
 
 
+class BufferState(msgspec.Struct, frozen=True):
+    """A buffer without leases, to go on from later. Groups in play and what was counted of dropped
+    ones are no part of it."""
+
+    learner_version: int
+    ramp_version: int
+    counts: dict[str, int]
+    groups: dict[str, _Stored]
+    """By id, in the order in which they came."""
+    drawn_until: float
+    evicted_until: float
+
+
 class Buffer:
     """Slots, groups and leases on one clock, which gives seconds."""
 
@@ -426,6 +439,27 @@ class Buffer:
         for slot in self.slots.values():
             slot.ceiling = min(slot.ceiling, version)
         return len(lost_groups) + len(lost_slots)
+
+    def state(self) -> BufferState:
+        """Everything that is held."""
+        assert not self.leases, "groups under a lease are neither trained nor there to be drawn"
+        return BufferState(
+            learner_version=self.learner_version,
+            ramp_version=self.ramp_version,
+            counts=dict(self.counts),
+            groups=dict(self.groups),
+            drawn_until=self._drawn_until,
+            evicted_until=self._evicted_until,
+        )
+
+    def go_on(self, state: BufferState) -> None:
+        """Hold what another buffer held; this one must be new."""
+        assert not self.counts, "the buffer is in use"
+        self.learner_version, self.ramp_version = state.learner_version, state.ramp_version
+        self.counts.update(state.counts)
+        self.groups = dict(state.groups)
+        self._drawn_until, self._evicted_until = state.drawn_until, state.evicted_until
+        self._largest = max((group.record.size for group in self.groups.values()), default=0)
 
     # ---- views
 

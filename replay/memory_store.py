@@ -21,8 +21,8 @@ from leeway.replay.bounds import (
 )
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import WaitTimeout
-from leeway.replay.memory_buffer import Buffer
-from leeway.replay.schema import Group, GroupId, PolicyVersion
+from leeway.replay.memory_buffer import Buffer, BufferState
+from leeway.replay.schema import Group, GroupId, PolicyVersion, columns_of
 from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource, Waiting
 from leeway.replay.stored import entry_of, lease_of
 from leeway.replay.waiting import (
@@ -71,9 +71,10 @@ class MemoryReplay:
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
-        check_fills(slot, group, self.config)
+        columns = columns_of(group)
+        check_fills(slot, group, self.config, columns)
         async with self._changed:
-            outcome = self._buffer.add(slot.slot_id, entry_of(group))
+            outcome = self._buffer.add(slot.slot_id, entry_of(group, columns))
             self._changed.notify_all()
         if outcome == "expired":
             raise slot_expired(slot, self.config)
@@ -153,6 +154,14 @@ class MemoryReplay:
 
     async def close(self) -> None:
         """See Replay. There is nothing to close."""
+
+    def state(self) -> BufferState:
+        """What it holds, for another buffer to go on from. No lease may be held."""
+        return self._buffer.state()
+
+    def go_on(self, state: BufferState) -> None:
+        """Hold what another one held; nobody may have used this one yet."""
+        self._buffer.go_on(state)
 
     async def _sleep(self, seconds: float) -> None:
         """Until notified or `seconds` have passed. The condition is held before and after."""

@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 Command = tuple[str | bytes | int | float, ...]
 """A Redis command in its words: ("SET", key, payload, "NX", "PX", 1000)"""
+
+Packed = list[bytes | memoryview]
+"""Commands as they go over the wire."""
 
 MAX_PIPELINES: Final = 8
 """Pipelines of one process to one run that are under way at once, each on its connection."""
@@ -34,7 +37,7 @@ class PipelineCall:
     __slots__ = ("commands", "num_bytes", "packed", "result")
 
     def __init__(
-        self, commands: Sequence[Command], packed: list[bytes], result: asyncio.Future[list[Any]]
+        self, commands: Sequence[Command], packed: Packed, result: asyncio.Future[list[Any]]
     ) -> None:
         self.commands = commands
         self.packed = packed
@@ -46,22 +49,28 @@ class PipelineCall:
         """Hand the replies over, or the first error among them."""
         if self.result.done():  # cancelled
             return
-        for i, command in enumerate(self.commands):
-            reply: Any = replies[i]
-            if type(reply) is memoryview and command[0] != "GET":
-                replies[i] = bytes(reply)
-            # The replies of a transaction come within that of EXEC.
-            is_filled = command[0] == "EXEC" and reply and not isinstance(reply, Exception)
-            within: Any = reply if is_filled else ()
-            for each in (reply, *within):
-                if isinstance(each, Exception):
-                    return self.result.set_exception(each)
+        for i, reply in enumerate(replies):
+            if type(reply) is memoryview:
+                if self.commands[i][0] != "GET":
+                    replies[i] = bytes(reply)
+            elif isinstance(reply, list):
+                # The replies of a transaction come within that of EXEC.
+                is_transaction = self.commands[i][0] == "EXEC"
+                refused = _first_error(cast("list[Any]", reply)) if is_transaction else None
+                if refused is not None:
+                    return self.result.set_exception(refused)
+            elif isinstance(reply, Exception):
+                return self.result.set_exception(reply)
         self.result.set_result(replies)
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` at the caller, unless it has its replies."""
         if not self.result.done():
             self.result.set_exception(error)
+
+
+def _first_error(replies: list[Any]) -> Exception | None:
+    return next((reply for reply in replies if isinstance(reply, Exception)), None)
 
 
 Carry = Callable[[list[PipelineCall]], Awaitable[None]]
@@ -78,7 +87,7 @@ class Pipelines:
         self._is_flush_due = False
         self._end: Exception | None = None
 
-    def submit(self, commands: Sequence[Command], packed: list[bytes]) -> asyncio.Future[list[Any]]:
+    def submit(self, commands: Sequence[Command], packed: Packed) -> asyncio.Future[list[Any]]:
         """The replies to come. Cancelling it takes commands back only if they were not sent."""
         if self._end is not None:
             raise self._end

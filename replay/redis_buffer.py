@@ -14,6 +14,7 @@ redis_store.py adds encoding, checks and waiting. lua/base.lua is what every scr
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar
@@ -44,11 +45,9 @@ from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
 
 T = TypeVar("T")
 
-PRELUDE: Final = ("rule", "select", "base")
-"""What every script of the buffer starts with."""
-
-MAX_BATCH_BYTES: Final = 2**20
-"""Payloads of one script that adds groups; more would hold the server up."""
+MAX_BATCH_BYTES: Final = 8 * 2**20
+"""Payloads in front of one script that adds groups. They do not hold the server up, which answers
+others between them; but the first of them waits for the last."""
 
 MAX_BATCH: Final = 256
 """Groups of one such script; callers of one that admits."""
@@ -58,6 +57,15 @@ MAX_BATCH_SLOTS: Final = 1000
 
 ORPHAN_MS: Final = 60_000
 """How long a payload lives whose script never came."""
+
+
+Outcome = Literal["added", "dropped", "expired"]
+
+OUTCOMES: Final[Mapping[bytes, Outcome]] = {
+    b"added": "added",
+    b"dropped": "dropped",
+    b"expired": "expired",
+}
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -74,27 +82,24 @@ class RedisBuffer:
     def __init__(self, link: Link, run: str, config: ReplayConfig, shard: int = 0) -> None:
         self._link = link
         self.prefix = replay_prefix(run, shard)
-        self._scripts = ScriptSet(link, self.prefix, PRELUDE)
-        self._config = for_scripts(config)
+        self._scripts = ScriptSet(link, self.prefix, is_of_buffer=True)
+        self._limits = for_scripts(config)
         self._admitting = Batches(self._admit_all, MAX_BATCH_SLOTS, MAX_BATCH)
         self._adding = Batches(self._add_all, MAX_BATCH_BYTES, MAX_BATCH)
         self._orphan_ms = int(config.slot_timeout_s * 1000) + ORPHAN_MS
 
-    async def admit(
+    def admit(
         self,
         slot_ids: Sequence[str],
         version: PolicyVersion | None,
         callers: Mapping[str, Any] | None = None,
-    ) -> list[Slot] | Refusal:
+    ) -> asyncio.Future[list[Slot] | Refusal]:
         """Between 1 and all of the slots. `callers` is a report of callers.py, to be noted.
 
         What is asked for in the same turn of the event loop is asked by one script, and granted in
         the order in which it was asked.
         """
-        outcome = await self._admitting.call(_Request(slot_ids, version, callers), len(slot_ids))
-        if isinstance(outcome, StoreError):
-            raise outcome
-        return outcome
+        return self._admitting.call(_Request(slot_ids, version, callers), len(slot_ids))
 
     async def _admit_all(
         self, batch: Sequence[_Request]
@@ -153,17 +158,14 @@ class RedisBuffer:
             signal=reply.signal,
         )
 
-    async def add(self, slot: Slot, entry: Entry) -> Literal["added", "dropped", "expired"]:
+    def add(self, slot: Slot, entry: Entry) -> asyncio.Future[Outcome]:
         """Fill a slot. `dropped`: it holds tokens of a version that was lost in a crash.
 
         Groups that come in the same turn of the event loop go in by one script.
         """
-        outcome = await self._adding.call((slot, entry), len(entry.payload))
-        if outcome == "added" or outcome == "dropped" or outcome == "expired":
-            return outcome
-        raise StoreError(f"Redis took no payload for group {slot.slot_id}: {outcome}")
+        return self._adding.call((slot, entry), len(entry.payload))
 
-    async def _add_all(self, batch: Sequence[tuple[Slot, Entry]]) -> list[str]:
+    async def _add_all(self, batch: Sequence[tuple[Slot, Entry]]) -> list[Outcome | StoreError]:
         sets: list[Command] = [
             ("SET", self._payload(slot.slot_id), entry.payload, "NX", "PX", self._orphan_ms)
             for slot, entry in batch
@@ -180,11 +182,17 @@ class RedisBuffer:
             priorities=[entry.priority for entry in entries],
             shapes=[shape(entry.trajectories) for entry in entries],
         )
-        return [outcome.decode() for outcome in outcomes]
+        return [
+            OUTCOMES.get(outcome)
+            or StoreError(f"Redis took no payload for group {slot.slot_id}: {outcome.decode()}")
+            for (slot, _), outcome in zip(batch, outcomes, strict=True)
+        ]
 
     async def drop(self, slot: Slot, reason: str) -> None:
         """Give a slot back unfilled."""
-        await self._call("drop", id=slot.slot_id, version=slot.version, reason=reason, config=None)
+        await self._call(
+            "drop", id=slot.slot_id, version=slot.version, reason=reason, sets_limits=False
+        )
 
     async def draw(self, lease_id: str) -> Drawn | Shortage:
         """Lease one step's groups and read them."""
@@ -233,7 +241,7 @@ class RedisBuffer:
 
     async def release(self, lease_id: str, counts: bool = True) -> None:
         """Hand the lease's groups back; whether that counts against max_returns."""
-        await self._call("release", lease_id=lease_id, counts=counts, config=None)
+        await self._call("release", lease_id=lease_id, counts=counts, sets_limits=False)
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:
         """How many of the groups are stored."""
@@ -243,7 +251,7 @@ class RedisBuffer:
             "update_priorities",
             ids=list(priorities),
             priorities=list(priorities.values()),
-            config=None,
+            sets_limits=False,
         )
 
     async def restore_version(self, version: int) -> int:
@@ -252,16 +260,16 @@ class RedisBuffer:
 
     async def pause(self, paused: bool) -> None:
         """Stop or resume granting slots."""
-        await self._call("pause", paused=paused, config=None)
+        await self._call("pause", paused=paused, sets_limits=False)
 
     async def end_wait(self, callers: Mapping[str, Any]) -> None:
         """A caller gave up waiting; the report is of those that are left."""
-        await self._call("waited", callers=callers, config=None)
+        await self._call("waited", callers=callers, sets_limits=False)
 
     async def stats(self) -> ReplayStats:
         """A snapshot, by one script."""
         # Without limits: somebody who looks must not set those of the run.
-        packed: bytes = await self._call("stats", config=None)
+        packed: bytes = await self._call("stats", sets_limits=False)
         return to_stats(msgspec.msgpack.decode(packed, type=StatsReply))
 
     async def records(self) -> dict[str, StoredGroup]:
@@ -305,14 +313,23 @@ class RedisBuffer:
         return "added" if reply == b"added" else "trained" if reply == b"trained" else "held"
 
     async def _run(self, name: str, type: type[T], **arguments: object) -> T:
-        packed: bytes = await self._call(name, (), **arguments)
+        packed: bytes = await self._call(name, (), True, **arguments)
         return msgspec.msgpack.decode(packed, type=type)
 
-    async def _call(self, name: str, before: Sequence[Command] = (), **arguments: object) -> Any:
-        """Run a script. Raises StoreError where the buffer was laid out by another program."""
+    async def _call(
+        self,
+        name: str,
+        before: Sequence[Command] = (),
+        sets_limits: bool = True,
+        **arguments: object,
+    ) -> Any:
+        """Run a script. Raises StoreError where the buffer was laid out by another program.
+
+        `sets_limits`: the buffer goes by those of this process from here on.
+        """
         try:
-            arguments = {"config": self._config} | arguments
-            return await self._scripts.run(name, before=before, **arguments)
+            limits = self._limits if sets_limits else None
+            return await self._scripts.run(name, before=before, limits=limits, **arguments)
         except StoreError as error:
             layouts = re.search(r"LAYOUT (\d+) (\d+)", str(error))
             if layouts is None:

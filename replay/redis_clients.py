@@ -31,7 +31,7 @@ from redis.retry import Retry
 
 from leeway.replay.pipelines import Carry, Command, PipelineCall
 from leeway.replay.redis_urls import RedisUrl
-from leeway.replay.wire import WireParser
+from leeway.replay.wire import WireParser, pack
 
 SOCKET_TIMEOUT_S: Final = 10.0
 """Longest silence of a connection before it counts as lost; longer than any blocking read."""
@@ -229,7 +229,7 @@ class ClusterCarry:
             return call.fail(redirection)
         commands = [each for command in call.commands for each in (("ASKING",), command)]
         connection = node.acquire_connection()
-        asked = PipelineCall(commands, connection.pack_commands(commands), call.result)
+        asked = PipelineCall(commands, pack(commands), call.result)
         try:
             ((_, replies),) = await _exchange(connection, [asked])
             call.settle(replies[1::2])

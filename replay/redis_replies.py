@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -15,8 +15,10 @@ from leeway.replay.store import Held, RefusalReason, ReplayStats, Waiting
 from leeway.replay.stored import StoredGroup
 
 INFINITE: Final = 1e308
-"""JSON has no infinity; scripts take what is above 1e300 for it."""
+"""Scripts take what is above 1e300 for it."""
 
+LIMITS: Final = struct.Struct(">13d")
+"""The numbers of LIMIT_FIELDS. Three texts follow, each ended by a zero."""
 
 RECORD: Final = struct.Struct(">7d")
 """Of a group: version, newest, arrival, draws, returns, size, priority. The shape follows."""
@@ -85,28 +87,24 @@ class StatsReply(msgspec.Struct):
     training: list[Held]
 
 
-def for_scripts(config: ReplayConfig) -> str:
-    """Today's limits, as every script gets them: JSON, which scripts compare as it is."""
-    limits: dict[str, Any] = {
-        "policy": config.staleness_policy,
-        "max_staleness": config.max_staleness,
-        "groups_per_step": config.groups_per_step,
-        "max_groups": config.max_groups,
-        "max_draws": config.max_draws,
-        "max_returns": config.max_returns,
-        "draw_by": config.draw_by,
-        "evict_by": config.evict_by,
-        "seed": config.seed,
-        "limiter": {
-            name: max(-INFINITE, min(INFINITE, number))
-            for name, number in limiter_of(config)._asdict().items()
-        },
-        "slot_timeout_ms": int(config.slot_timeout_s * 1000),
-        "lease_timeout_ms": int(config.lease_timeout_s * 1000),
-    }
-    if config.max_bytes is not None:
-        limits["max_bytes"] = int(config.max_bytes)
-    return msgspec.json.encode(limits).decode()
+def for_scripts(config: ReplayConfig) -> bytes:
+    """Today's limits, as every script gets them: LIMIT_FIELDS, compared as they are."""
+    limiter = limiter_of(config)
+    numbers = (
+        config.max_staleness,
+        config.groups_per_step,
+        config.max_groups,
+        config.max_draws,
+        config.max_returns,
+        config.seed,
+        *(limiter.samples_per_insert, limiter.min_size, limiter.min_diff, limiter.max_diff),
+        int(config.slot_timeout_s * 1000),
+        int(config.lease_timeout_s * 1000),
+        INFINITE if config.max_bytes is None else int(config.max_bytes),
+    )
+    finite = [max(-INFINITE, min(INFINITE, number)) for number in numbers]
+    texts = (config.staleness_policy, config.draw_by, config.evict_by)
+    return LIMITS.pack(*finite) + b"".join(text.encode() + b"\0" for text in texts)
 
 
 def to_stats(reply: StatsReply) -> ReplayStats:

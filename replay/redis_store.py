@@ -11,11 +11,13 @@ process's configuration.
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
+from leeway.replay.allocator import keep_freed_memory
 from leeway.replay.bounds import (
     check_fills,
     check_priorities,
@@ -27,7 +29,7 @@ from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Link
 from leeway.replay.errors import StoreError, WaitTimeout
 from leeway.replay.redis_buffer import RedisBuffer
-from leeway.replay.schema import Group, GroupId, PolicyVersion
+from leeway.replay.schema import Group, GroupId, PolicyVersion, columns_of
 from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource
 from leeway.replay.stored import Drawn, Leased, entry_of, lease_of
 from leeway.replay.turns import Turns
@@ -55,6 +57,7 @@ class RedisReplay:
         self, url: str, run: str, config: ReplayConfig, retry_s: float = 30.0, shard: int = 0
     ) -> None:
         """`retry_s` bounds how long a call is tried again while Redis does not answer."""
+        keep_freed_memory()
         self.config = config
         self._link = Link(url, retry_s)
         self.buffer = RedisBuffer(self._link, run, config, shard)
@@ -68,7 +71,7 @@ class RedisReplay:
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
         """See Replay. The slot ids are made here, so a repeated request is granted once."""
-        slot_ids = [uuid.uuid4().hex for _ in range(checked_number(n))]
+        slot_ids = _new_ids(checked_number(n))
         wait, callers = Wait(timeout_s), self._rollouts
         was_open = False
         try:
@@ -104,8 +107,9 @@ class RedisReplay:
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
-        check_fills(slot, group, self.config)
-        if await self.buffer.add(slot, entry_of(group)) == "expired":
+        columns = columns_of(group)
+        check_fills(slot, group, self.config, columns)
+        if await self.buffer.add(slot, entry_of(group, columns)) == "expired":
             raise slot_expired(slot, self.config)
 
     async def drop(self, slot: Slot, reason: str) -> None:
@@ -193,3 +197,9 @@ class RedisReplay:
             with suppress(StoreError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self.buffer.end_wait(callers.report())
+
+
+def _new_ids(n: int) -> list[str]:
+    """Of 128 random bits each, all asked of the system at once."""
+    digits = os.urandom(16 * n).hex()
+    return [digits[i : i + 32] for i in range(0, 32 * n, 32)]

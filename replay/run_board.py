@@ -17,6 +17,7 @@ import msgspec
 from leeway.replay.connection import Link
 from leeway.replay.errors import WaitTimeout
 from leeway.replay.keys import board_keys
+from leeway.replay.run_lead import RunLead
 from leeway.replay.run_records import RunRecords
 from leeway.replay.waiting import Wait
 from leeway.replay.wakeups import Wakeups
@@ -50,6 +51,7 @@ class RunBoard(RunRecords):
         self._link = link
         self._client = self._link.client
         self._control = Wakeups(self._link, self._keys.control)
+        self.lead = RunLead(keys, link)
 
     async def put(self, section: str, value: dict[str, Any]) -> None:
         """Replace a section, such as "learner"; it is stamped with `updated_at`, Unix seconds."""

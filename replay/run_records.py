@@ -75,7 +75,7 @@ class RunRecords:
     def __init__(self, keys: BoardKeys, link: Link) -> None:
         self._records = keys
         self._store = link
-        self._record_scripts = ScriptSet(link, keys, ())
+        self._record_scripts = ScriptSet(link, keys)
 
     # ---- steps and publishes
 

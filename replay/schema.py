@@ -2,18 +2,21 @@
 
 Arrays are numpy, one-dimensional. `T` counts generated (trained) tokens of a trajectory, `L` all
 its tokens (prompt, generated, observed), `K` its turns.
+
+Records hold numbers, texts, arrays and each other, never in a circle, so the garbage collector need
+not know of them: a step of 16 groups is hundreds, which would set off a collection in a draw.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, NewType
+from typing import Final, Literal, NamedTuple, NewType
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 """Raised with every change of the records below; a reader refuses any other number."""
 
 PolicyVersion = NewType("PolicyVersion", int)
@@ -28,7 +31,7 @@ could not be parsed with no turn left to correct it. Dropped episodes never beco
 Action = Literal["search", "answer", "invalid"]
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One completion and the observation that followed."""
 
     start: int
@@ -40,7 +43,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     action: Action
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """The record of one multi-turn episode."""
 
     trajectory_id: str
@@ -73,7 +76,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return PolicyVersion(int(self.versions.min()))
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """The sibling trajectories of one question: the unit of replay."""
 
     group_id: GroupId
@@ -100,17 +103,42 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return sum(len(trajectory.token_ids) for trajectory in self.trajectories)
 
 
-def check_group(group: Group) -> None:
+class Columns(NamedTuple):
+    """What the generated tokens of a whole group carry, trajectory after trajectory.
+
+    Made once where a group enters the buffer, which checks, dates and encodes it: a call of numpy
+    costs more than the numbers of one trajectory.
+    """
+
+    logprobs_T: NDArray[np.float32]
+    versions_T: NDArray[np.int32]
+    oldest: int
+    """Least and greatest of `versions_T`; 0 without a token."""
+    newest: int
+
+
+def columns_of(group: Group) -> Columns:
+    """Two trajectories with versions [3, 3] and [4] -> [3, 3, 4], oldest 3, newest 4."""
+    if not group.trajectories:
+        return Columns(np.empty(0, np.float32), np.empty(0, np.int32), 0, 0)
+    logprobs = np.concatenate([t.logprobs for t in group.trajectories], dtype=np.float32)
+    versions = np.concatenate([t.versions for t in group.trajectories], dtype=np.int32)
+    if not versions.size:
+        return Columns(logprobs, versions, 0, 0)
+    return Columns(logprobs, versions, int(versions.min()), int(versions.max()))
+
+
+def check_group(group: Group, columns: Columns | None = None) -> None:
     """Raise DataError unless lengths agree, turns cover the tokens, and every number is finite.
 
     Run where a group enters the buffer, so that a non-finite log-prob is caught with its
-    trajectory still at hand.
+    trajectory still at hand. `columns` are those of the group, where the caller has them.
     """
     from leeway.replay.errors import DataError
 
     if not group.trajectories:
         raise DataError(f"group {group.group_id} holds no trajectory")
-    are_sound = _are_numbers_sound(group.trajectories)
+    are_sound = _are_numbers_sound(group.trajectories, columns or columns_of(group))
     for trajectory in group.trajectories:
         problem = _first_problem(trajectory, are_sound)
         if problem:
@@ -119,17 +147,15 @@ def check_group(group: Group) -> None:
             )
 
 
-def _are_numbers_sound(trajectories: tuple[Trajectory, ...]) -> bool:
+def _are_numbers_sound(trajectories: tuple[Trajectory, ...], columns: Columns) -> bool:
     """Whether no trajectory has a bad log-prob, version or reward; False as well without a token.
 
-    One look at all arrays joined: a call of numpy costs more than the numbers of one trajectory.
+    One look at all of them together.
     """
-    logprobs = np.concatenate([trajectory.logprobs for trajectory in trajectories])
-    versions = np.concatenate([trajectory.versions for trajectory in trajectories])
     return (
-        versions.size > 0
-        and versions.min() >= 0
-        and bool(np.isfinite(logprobs).all())
+        columns.versions_T.size > 0
+        and columns.oldest >= 0
+        and bool(np.isfinite(columns.logprobs_T).all())
         and all(math.isfinite(trajectory.reward) for trajectory in trajectories)
     )
 

@@ -1,8 +1,11 @@
 """A Redis server of our own, for runs on one machine.
 
-It listens on loopback with a generated password, keeps an append-only file in the run directory,
-and dies with its parent: a terminal's Ctrl-C does not reach it (own session), the parent's end does
-(PR_SET_PDEATHSIG). Starting again in the same directory brings the data back.
+It listens on loopback, keeps an append-only file in the run directory, and dies with its parent: a
+terminal's Ctrl-C does not reach it (own session), the parent's end does (PR_SET_PDEATHSIG).
+Starting again in the same directory brings the data back.
+
+It has two users with generated passwords: `leeway`, who may do what redis_acl.py lists and is who
+runs connect as, and `admin`, who may do everything. The user that needs no password is off.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from leeway.replay.append_only import cut_open_transaction
 from leeway.replay.connection import check_url
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
+from leeway.replay.redis_acl import USER, user_line
 
 __all__ = ["EmbeddedRedis", "check_url", "find_server_binary"]
 
@@ -35,12 +39,33 @@ _PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded after the fork
 
 
-class EmbeddedRedis:
-    """A running server. `url` holds the password; `stop` ends it and keeps the data."""
+ADMIN: Final = "admin"
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, directory: Path) -> None:
+
+class _Place(NamedTuple):
+    """Where a server listens and what lets in."""
+
+    port: int
+    password: str
+    admin_password: str
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls(_free_port(), secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+
+    def url(self, user: str, password: str) -> str:
+        return f"redis://{user}:{password}@127.0.0.1:{self.port}/0"
+
+
+class EmbeddedRedis:
+    """A running server; `stop` ends it and keeps the data."""
+
+    def __init__(self, process: subprocess.Popen[bytes], place: _Place, directory: Path) -> None:
         self._process = process
-        self.url = url
+        self.url = place.url(USER, place.password)
+        """For the processes of a run: the commands and keys of runs only. Holds the password."""
+        self.admin_url = place.url(ADMIN, place.admin_password)
+        """For who looks after the server: every command. Holds the password."""
         self.directory = directory
 
     @classmethod
@@ -59,16 +84,31 @@ class EmbeddedRedis:
             _take(lock.fileno(), home)
             cut_open_transaction(home)
             # A port may be taken between asking for it and using it.
-            for place in (_last_place(home), None, None):
-                port, password = place or (_free_port(), secrets.token_urlsafe(24))
-                _write_config(home, port, password)
+            for last in (_last_place(home), None, None):
+                place = last or _Place.new()
+                _write_config(home, place)
                 process = _spawn(binary, home, lock.fileno())
-                server = cls(process, f"redis://:{password}@127.0.0.1:{port}/0", home)
+                server = cls(process, place, home)
                 if server._is_up():
                     return server
         raise ConfigurationError(
             f"the Redis server {binary} did not start (run {run}): {_last_words(home)}"
         )
+
+    def start_again(self) -> None:
+        """A new process on the same data, at the same url, after the last one has ended.
+
+        Call it as `start`. Raises StoreUnavailable when it does not start: the disk is full, or
+        another process took the port meanwhile.
+        """
+        with (self.directory / "redis.lock").open("w") as lock:
+            _take(lock.fileno(), self.directory)
+            cut_open_transaction(self.directory)
+            self._process = _spawn(find_server_binary(), self.directory, lock.fileno())
+        if not self._is_up():
+            raise StoreUnavailable(
+                f"the embedded Redis did not start again: {_last_words(self.directory)}"
+            )
 
     @property
     def pid(self) -> int:
@@ -167,23 +207,27 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _last_place(home: Path) -> tuple[int, str] | None:
-    """Port and password of an earlier start in this directory; None without one."""
+def _last_place(home: Path) -> _Place | None:
+    """That of an earlier start in this directory; None without one."""
     try:
         lines = (home / "redis.conf").read_text(encoding="utf-8").splitlines()
-        settings = dict(line.split(" ", 1) for line in lines)
-        return int(settings["port"]), settings["requirepass"]
-    except (OSError, ValueError, KeyError):
+        words = [line.split() for line in lines]
+        port = next(int(line[1]) for line in words if line[0] == "port")
+        passwords = {line[1]: line[3][1:] for line in words if line[0] == "user" and line[3:]}
+        return _Place(port, passwords[USER], passwords[ADMIN])
+    except (OSError, ValueError, LookupError, StopIteration):
         return None
 
 
-def _write_config(home: Path, port: int, password: str) -> None:
+def _write_config(home: Path, place: _Place) -> None:
     """Written to a file that only its owner reads: arguments would show in the process list."""
     lines = (
         "bind 127.0.0.1",
         "protected-mode yes",
-        f"port {port}",
-        f"requirepass {password}",
+        f"port {place.port}",
+        "user default off",
+        user_line(place.password),
+        f"user {ADMIN} on >{place.admin_password} ~* &* +@all",
         f'dir "{home}"',
         f'logfile "{home / "redis.log"}"',
         "daemonize no",

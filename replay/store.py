@@ -54,7 +54,7 @@ VersionSource = Callable[[], Awaitable[PolicyVersion | None]]
 """Gives the oldest live engine version, None while no engine lives; PolicyBoard.oldest_version."""
 
 
-class Slot(msgspec.Struct, frozen=True):
+class Slot(msgspec.Struct, frozen=True, gc=False):
     """Permission for one group to exist until it is trained or dropped."""
 
     slot_id: str

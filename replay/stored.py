@@ -6,11 +6,11 @@ import msgspec
 
 from leeway.replay.bounds import priority_of
 from leeway.replay.codec import decode, encode
-from leeway.replay.schema import Group, PolicyVersion
+from leeway.replay.schema import Columns, Group, PolicyVersion, columns_of
 from leeway.replay.store import Lease
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """A group on its way into the buffer."""
 
     payload: bytes
@@ -58,13 +58,13 @@ class Drawn(msgspec.Struct, frozen=True):
     payloads: list[bytes | memoryview]
 
 
-def entry_of(group: Group) -> Entry:
-    """The group as the buffer stores it."""
-    oldest, newest = group.version_range
+def entry_of(group: Group, columns: Columns | None = None) -> Entry:
+    """The group as the buffer stores it; `columns` are its own, where the caller has them."""
+    columns = columns or columns_of(group)
     return Entry(
-        payload=encode(group),
-        oldest=oldest,
-        newest=newest,
+        payload=encode(group, columns),
+        oldest=columns.oldest,
+        newest=columns.newest,
         priority=priority_of(group),
         trajectories=[(len(t.turns), len(t.token_ids)) for t in group.trajectories],
     )

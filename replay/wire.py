@@ -18,13 +18,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import Any, Final
 
+import numpy as np
 from redis._parsers import BaseParser
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError, InvalidResponse, TimeoutError
+from redis.exceptions import ConnectionError, DataError, InvalidResponse, TimeoutError
 
 SMALL_BYTES: Final = 1 << 13
 """Of the buffer that headers and short replies are read from. The start of a large text lands in
@@ -38,6 +40,45 @@ MAX_VECTORS: Final = 1024
 
 _CLOSED: Final = "Connection closed by server."
 _ERROR, _STATUS, _NUMBER, _TEXT, _LIST = b"-+:$*"
+
+
+def pack(commands: Iterable[Sequence[object]]) -> list[bytes | memoryview]:
+    """Commands as they go over the wire; a large word is a part by itself, which nobody copies.
+
+    [("SET", "a", 1)] -> [b"*3\\r\\n$3\\r\\nSET\\r\\n$1\\r\\na\\r\\n$1\\r\\n1\\r\\n"]
+
+    Raises DataError for a word that is not text, bytes or a number.
+    """
+    parts: list[bytes | memoryview] = []
+    small: list[bytes] = []
+    for command in commands:
+        small.append(b"*%d\r\n" % len(command))
+        for word in command:
+            packed = _packed_word(word)
+            if len(packed) < LARGE_BYTES:
+                small.append(b"$%d\r\n%b\r\n" % (len(packed), packed))
+            else:
+                small.append(b"$%d\r\n" % len(packed))
+                parts += (b"".join(small), packed)
+                small = [b"\r\n"]
+    parts.append(b"".join(small))
+    return parts
+
+
+def _packed_word(word: object) -> bytes | memoryview:
+    if type(word) is str:
+        return word.encode()
+    if type(word) is bytes:
+        return word
+    if type(word) is int:
+        return b"%d" % word
+    if type(word) is float:
+        return repr(word).encode()
+    if isinstance(word, memoryview):
+        return word.cast("B")
+    if isinstance(word, str) and not isinstance(word, Enum):
+        return str.encode(word)
+    raise DataError(f"a {type(word).__name__} is no word of a Redis command")
 
 
 class WireParser(BaseParser):
@@ -71,7 +112,7 @@ class WireParser(BaseParser):
         return bytes(reply) if type(reply) is memoryview else reply
 
     async def exchange(
-        self, packed: Sequence[bytes], num_replies: int, silence_s: float
+        self, packed: Sequence[bytes | memoryview], num_replies: int, silence_s: float
     ) -> list[Any]:
         """Send packed commands and return their replies, errors among them.
 
@@ -105,7 +146,7 @@ class _Wire(asyncio.BufferedProtocol):
         self._small = bytearray(SMALL_BYTES)
         self._start = self._stop = 0
         """Unread part of the small buffer."""
-        self._large: bytearray | None = None
+        self._large: memoryview | None = None
         """Being received: the text and the line end behind it."""
         self._filled = 0
         self._open: list[tuple[list[Any], int]] = []
@@ -124,7 +165,7 @@ class _Wire(asyncio.BufferedProtocol):
         is_read = not self._replies and self._start == self._stop and self._large is None
         return self._error is not None or not is_read or bool(self._open)
 
-    def send(self, packed: Sequence[bytes]) -> None:
+    def send(self, packed: Sequence[bytes | memoryview]) -> None:
         """Straight to the socket while nothing is queued before it: asyncio of Python 3.11 would
         first copy all of it into one text."""
         sent = 0
@@ -162,7 +203,7 @@ class _Wire(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large is not None:
-            return memoryview(self._large)[self._filled :]
+            return self._large[self._filled :]
         if self._stop == len(self._small):
             self._make_room()
         return memoryview(self._small)[self._stop :]
@@ -255,7 +296,8 @@ class _Wire(asyncio.BufferedProtocol):
         if size < LARGE_BYTES:
             return False
         have = self._stop - start
-        self._large = bytearray(size + 2)
+        # Not cleared first, as a bytearray would be.
+        self._large = np.empty(size + 2, np.uint8).data
         self._large[:have] = memoryview(self._small)[start : self._stop]
         self._filled = have
         self._start = self._stop = 0
@@ -263,7 +305,7 @@ class _Wire(asyncio.BufferedProtocol):
 
     def _close_large(self) -> None:
         assert self._large is not None
-        text = memoryview(self._large)[:-2].toreadonly()
+        text = self._large[:-2].toreadonly()
         self._large = None
         self._put(bytes(text) if self._open else text)
 

@@ -27,7 +27,7 @@ for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
   end
 end
 forget(done, records)
-wake('room')
-wake('data')
+wake_room()
+wake_data()
 save()
 return 'ok'

@@ -8,10 +8,10 @@ local ceilings = S.has_ceilings and read_parts(ids, 'HMGET', key.ceilings) or {}
 
 -- Ids of an hour or two: a set for each hour, which expires as a whole.
 local hour = math.floor(now / REMEMBERED_MS)
-local added = key['added:'] .. hour
+local added = key.added .. ':' .. hour
 local function was_added(id)
   return call('SISMEMBER', added, id) == 1
-    or call('SISMEMBER', key['added:'] .. hour - 1, id) == 1
+    or call('SISMEMBER', key.added .. ':' .. hour - 1, id) == 1
 end
 
 local function without_slot(id)
@@ -85,9 +85,9 @@ if #filled > 0 then
   S.num_added = S.num_added + #filled
   S.num_stored = S.num_stored + #filled
   -- A draw that wants more than there is need not be woken.
-  if num_ready() >= c.groups_per_step then wake('data') end
+  if num_ready() >= c.groups_per_step then wake_data() end
   -- A slot counted as large as the largest group, and under drop could not be evicted.
-  if c.policy == 'drop' or c.max_bytes then wake('room') end
+  if c.policy == 'drop' or c.max_bytes then wake_room() end
 end
 save()
 return outcomes

@@ -17,7 +17,7 @@ local window = admissible(
 
 -- Room in groups and in bytes. Groups that were trained owe nothing, so they can make more; under
 -- drop all can that are free to be drawn.
-local evictable = c.policy == 'drop' and num_ready() or call('ZCARD', key.again)
+local evictable = c.policy == 'drop' and num_ready() or num_again()
 local function room_for_bytes(num_bytes)
   if not c.max_bytes then return math.huge end
   local left = c.max_bytes - num_bytes
@@ -32,7 +32,7 @@ if evictable > 0 and bytes < #arg.slot_ids then
   end
   bytes = room_for_bytes(kept)
 end
-local limit = limiter_room(c.limiter, num_groups, S.inserts + S.num_slots, S.samples)
+local limit = limiter_room(limiter(), num_groups, S.inserts + S.num_slots, S.samples)
 
 local reason
 if S.paused then

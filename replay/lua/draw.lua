@@ -25,9 +25,9 @@ end
 
 local version = next_version()
 local missing, blocking_until, forced = drawable(
-  S.ready, S.playing, call('ZCARD', key.again), version, c.max_staleness, step, c.policy)
+  S.ready, S.playing, num_again(), version, c.max_staleness, step, c.policy)
 local is_limited = missing == 0 and not blocking_until
-  and not may_sample(c.limiter, step, S.num_stored, S.inserts, S.samples)
+  and not may_sample(limiter(), step, S.num_stored, S.inserts, S.samples)
 if missing > 0 or blocking_until or is_limited then
   local awaited = {}
   for _, member in ipairs(call('ZRANGE', key.slots, 0, -1)) do
@@ -99,6 +99,6 @@ S.samples = S.samples + step
 S.num_drawn = S.num_drawn + step
 grant()
 -- Room by the limiter: who waits for the learner to sample may go on.
-if c.limiter.max_diff < 1e300 then wake('room') end
+if c.max_diff < 1e300 then wake_room() end
 save()
 return leased(lease)

@@ -1,5 +1,5 @@
 -- Stop or resume granting slots.
 S.paused = arg.paused
-wake('room')
+wake_room()
 save()
 return 'ok'

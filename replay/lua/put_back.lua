@@ -20,6 +20,6 @@ local group = {
 write(arg.id, group)
 put(arg.id, group)
 if arg.draws == 0 then count(S.ready, arg.version, 1) end
-if num_ready() >= c.groups_per_step then wake('data') end
+if num_ready() >= c.groups_per_step then wake_data() end
 save()
 return 'added'

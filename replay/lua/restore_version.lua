@@ -24,7 +24,7 @@ for _, member in ipairs(call('ZRANGE', key.slots, 0, -1)) do
     S.has_ceilings = true
   end
 end
-wake('room')
-wake('data')
+wake_room()
+wake_data()
 save()
 return num_dropped

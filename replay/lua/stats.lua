@@ -31,12 +31,26 @@ for i = 1, #flat_waited, 2 do
   local side = string.match(flat_waited[i], '^%a+')
   waited[side] = waited[side] + tonumber(flat_waited[i + 1])
 end
-S.num_ready = num_ready()
-S.wait_room_ms, S.wait_data_ms = waited.rollout, waited.learner
-S.outstanding = flat(counts(S.playing, S.ready, S.leased))
-S.playing, S.ready, S.leased = nil, nil, nil
 return cmsgpack.pack({
-  state = S,
+  state = {
+    learner_version = S.learner_version,
+    paused = S.paused,
+    num_slots = S.num_slots,
+    num_ready = num_ready(),
+    num_stored = S.num_stored,
+    num_bytes = S.num_bytes,
+    num_admitted = S.num_admitted,
+    num_added = S.num_added,
+    num_drawn = S.num_drawn,
+    num_trained = S.num_trained,
+    num_slots_expired = S.num_slots_expired,
+    num_leases_expired = S.num_leases_expired,
+    outstanding = flat(counts(S.playing, S.ready, S.leased)),
+    wait_room_ms = waited.rollout,
+    wait_data_ms = waited.learner,
+    play_ms = S.play_ms,
+    train_ms = S.train_ms,
+  },
   dropped = call('HGETALL', key.dropped),
   dropped_turns = call('HGETALL', key.dropped_turns),
   dropped_tokens = call('HGETALL', key.dropped_tokens),

@@ -132,7 +132,7 @@ def measure(plan: Plan) -> BenchResult:
         EmbeddedRedis.start(directory, "bench") as server,
         Crew() as crew,
     ):
-        bench = _Bench(plan, server.url, crew)
+        bench = _Bench(plan, server.admin_url, crew)
         races = [*bench.against_plain(), *bench.against_streams()]
         others = {**bench.draws(), **bench.costs(), **bench.codec()}
     return BenchResult(

@@ -211,5 +211,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 def admin(server: EmbeddedRedis) -> Iterator[Any]:
     """A client of our own, past the store."""
-    with redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(server.admin_url) as client:
         yield client

@@ -18,12 +18,12 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from leeway.replay import connection
+from leeway.replay import scripts
 from leeway.replay.config import ReplayConfig
 from leeway.replay.store import Lease, ReplayStats, Slot
 from leeway.replay.stored import StoredGroup
 
-CLOCK = "test:clock"
+CLOCK = "leeway:test:clock"
 """The key from which the scripts read the server's time here, in ms."""
 SPLIT = "return {math.floor(ms / 1000), ms % 1000 * 1000}"
 SLOT_S, LEASE_S = 2.0, 3.0
@@ -291,7 +291,7 @@ def set_clock(admin: Any, seconds: float) -> None:
 @contextmanager
 def scripts_on_our_clock() -> Iterator[None]:
     """Stores that are made inside send scripts that read the time from the key CLOCK."""
-    plain = connection.lua_text
+    plain = scripts.lua_text
     ours = f"(function() local ms = tonumber(call('GET', '{CLOCK}')) {SPLIT} end)()"
 
     def on_our_clock(name: str) -> str:
@@ -302,10 +302,10 @@ def scripts_on_our_clock() -> Iterator[None]:
             text = f"{before}{ours}{after}"
         return text
 
-    connection.script_source.cache_clear()
-    connection.lua_text = on_our_clock
+    scripts.script_source.cache_clear()
+    scripts.lua_text = on_our_clock
     try:
         yield
     finally:
-        connection.lua_text = plain
-        connection.script_source.cache_clear()
+        scripts.lua_text = plain
+        scripts.script_source.cache_clear()

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -208,10 +209,11 @@ async def test_a_full_redis_lets_the_learner_train_which_makes_room(replay, admi
 
 
 async def test_a_read_only_replica_is_unavailable_and_named(server, tmp_path: Path):
-    address, _, rest = server.url.removeprefix("redis://:").rpartition(":")
-    with EmbeddedRedis.start(tmp_path) as other, redis.Redis.from_url(other.url) as follower:
-        follower.config_set("masterauth", address.partition("@")[0])
-        follower.execute_command("REPLICAOF", "127.0.0.1", rest.partition("/")[0])
+    master = urlsplit(server.admin_url)
+    with EmbeddedRedis.start(tmp_path) as other, redis.Redis.from_url(other.admin_url) as follower:
+        follower.config_set("masteruser", master.username)
+        follower.config_set("masterauth", master.password)
+        follower.execute_command("REPLICAOF", "127.0.0.1", master.port)
         replay = RedisReplay(other.url, "run", CONFIG, retry_s=0.3)
         with pytest.raises(StoreUnavailable, match=r"read-only replica.*must lead to the master"):
             await replay.admit(1, V0, 1.0)
@@ -221,7 +223,7 @@ async def test_a_read_only_replica_is_unavailable_and_named(server, tmp_path: Pa
 async def test_a_busy_redis_is_waited_for(replay, admin, server):
     admin.config_set("lua-time-limit", 20)
     long = "local t = tonumber(redis.call('TIME')[1]) repeat until redis.call('TIME')[1] - t >= 2"
-    with redis.Redis.from_url(server.url) as other:
+    with redis.Redis.from_url(server.admin_url) as other:
         busy = threading.Thread(target=other.eval, args=(long, 0))
         busy.start()
         await asyncio.sleep(0.2)

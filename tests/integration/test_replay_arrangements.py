@@ -10,23 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from leeway.replay import connection
 from leeway.replay.board import EngineRecord, PolicyBoard, RunBoard
 from leeway.replay.connection import ScriptSet, check_url
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
+from leeway.replay.redis_acl import user_line
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.wakeups import Wakeups
 from tests.integration import redis_servers
 from tests.integration.redis_servers import KEY, PREFIX, Proxy, Server, cluster_url, linked
 
-ACL_RULE = (
-    "~leeway:* resetchannels -@all +@read +@write -@dangerous +@connection +@transaction"
-    " +eval +evalsha +time"
-)
-"""What a user needs to run everything: its keys, scripts and what is called in them."""
+PASSWORD = "a-password-of-the-tests"
 
-CLUSTER_ACL_RULE = f"{ACL_RULE} +cluster|slots +command"
-"""The same on a cluster: which node holds what, and where the keys of a command stand."""
+
+def set_user(server: Server, *, is_cluster: bool = False) -> None:
+    """What redis.conf would say, said to a server that runs."""
+    server.command("ACL", "SETUSER", *user_line(PASSWORD, is_cluster=is_cluster).split()[1:])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small scripts stand where the buffer's would."""
     redis_servers.write_scripts(tmp_path)
-    monkeypatch.setattr(connection, "LUA_FOLDER", tmp_path)
+    monkeypatch.setattr("leeway.replay.scripts.LUA_FOLDER", tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +48,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 @pytest.fixture
 def limited_url(server: Server) -> str:
-    server.command("ACL", "SETUSER", "leeway", "on", ">secret", *ACL_RULE.split())
-    return f"redis://leeway:secret@127.0.0.1:{server.port}/0"
+    set_user(server)
+    return f"redis://leeway:{PASSWORD}@127.0.0.1:{server.port}/0?client_name=tested"
 
 
 async def test_a_socket_with_a_password(tmp_path, scripts):
@@ -59,30 +57,43 @@ async def test_a_socket_with_a_password(tmp_path, scripts):
         url = f"unix://:a%2Fb%40c@{server.socket_path}?db=3"
         await asyncio.to_thread(check_url, url)
         async with linked(url) as link:
-            assert await ScriptSet(link, PREFIX, ()).run("put", text="x") == b"x"
+            assert await ScriptSet(link, PREFIX).run("put", text="x") == b"x"
         with pytest.raises(ConfigurationError, match="refuses the user or password"):
             check_url(f"unix://{server.socket_path}")
 
 
-async def test_the_boards_need_no_more_than_the_rule(limited_url):
+async def test_the_boards_need_no_more_than_the_rule(limited_url: str):
     await asyncio.to_thread(check_url, limited_url)
     await use_boards(limited_url)
 
 
 async def test_a_limited_user_reaches_the_keys_of_leeway_only(limited_url, scripts):
     async with linked(limited_url) as link:
-        assert await ScriptSet(link, PREFIX, ()).run("put", text="x") == b"x"
+        assert await ScriptSet(link, PREFIX).run("put", text="x") == b"x"
         assert (await link.execute(("MULTI",), ("SET", KEY, "x"), ("EXEC",)))[-1] == [b"OK"]
         for refused in (
             ("SET", "other", "x"),
             ("FLUSHALL",),
             ("KEYS", "*"),
             ("CONFIG", "GET", "*"),
+            ("DEBUG", "SLEEP", "0"),
+            ("ACL", "LIST"),
+            ("CLIENT", "LIST"),
+            ("SCRIPT", "FLUSH"),
+            ("BGREWRITEAOF",),
+            ("REPLICAOF", "127.0.0.1", "1"),
+            ("SHUTDOWN", "NOSAVE"),
+            ("MONITOR",),
+            ("PUBLISH", "leeway:x", "x"),
+            ("GET", "other"),
+            ("MEMORY", "USAGE", "other"),
+            ("EVAL", "return redis.call('GET', 'other')", 0),
+            ("EVAL", "return redis.call('FLUSHALL')", 0),
         ):
             with pytest.raises(ConfigurationError, match="does not let the user"):
                 await link.execute(refused)
         with pytest.raises(ConfigurationError, match="does not let the user"):
-            await ScriptSet(link, "other:", ()).run("put", text="x")
+            await ScriptSet(link, "other:").run("put", text="x")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
@@ -137,7 +148,7 @@ async def test_sentinel_leads_to_the_master_and_to_the_one_after_it(tmp_path, sc
             await asyncio.sleep(0.1)
             first.kill()
             assert await link.execute(("SET", KEY, "second")) == [b"OK"]
-            assert await ScriptSet(link, PREFIX, ()).run("put", text="x") == b"x"
+            assert await ScriptSet(link, PREFIX).run("put", text="x") == b"x"
             assert await link.call(lambda: link.client.get(KEY)) == b"second"
             await link.execute(("XADD", f"{PREFIX}stream", "*", "a", "b"))
             await waiting
@@ -152,7 +163,7 @@ async def test_a_cluster_runs_each_call_where_its_keys_lie(cluster, scripts):
     async with linked(url) as link:
         prefixes = [f"leeway:{{{run}}}:" for run in range(32)]
         replies = await asyncio.gather(
-            *(ScriptSet(link, prefix, ()).run("put", text=prefix) for prefix in prefixes)
+            *(ScriptSet(link, prefix).run("put", text=prefix) for prefix in prefixes)
         )
         assert replies == [prefix.encode() for prefix in prefixes]
         assert await link.execute(("SET", KEY, "1"), ("GET", KEY)) == [b"OK", b"1"]
@@ -170,11 +181,11 @@ async def test_the_boards_work_on_a_cluster(cluster):
 
 async def test_a_limited_user_of_a_cluster_may_ask_for_slots_and_commands_too(cluster, scripts):
     for node in cluster:
-        node.command("ACL", "SETUSER", "leeway", "on", ">secret", *CLUSTER_ACL_RULE.split())
-    url = cluster_url(cluster).replace("://", "://leeway:secret@")
+        set_user(node, is_cluster=True)
+    url = cluster_url(cluster).replace("://", f"://leeway:{PASSWORD}@")
     await asyncio.to_thread(check_url, url)
     async with linked(url) as link:
-        assert await ScriptSet(link, PREFIX, ()).run("put", text="x") == b"x"
+        assert await ScriptSet(link, PREFIX).run("put", text="x") == b"x"
         assert await link.call(lambda: link.client.xread({f"{PREFIX}none": "0"}, block=1)) == []
 
 

@@ -319,6 +319,28 @@ def test_what_was_imported_is_drawn_and_trained(leeway: Leeway, source, server, 
     assert asyncio.run(train()) == 2
 
 
+def test_a_dry_run_says_what_would_come_over_and_leaves_all_as_it_is(
+    leeway: Leeway, source: RunDirectory, server, tmp_path: Path
+):
+    code, out, _ = leeway("replay", "export", "out.lwr", str(source.root), "--dry-run")
+    assert (code, out.splitlines()[0]) == (0, "would write 4 groups")
+    assert not (tmp_path / "out.lwr").exists()
+    leeway("replay", "export", "out.lwr", str(source.root))
+    target = made("target", server, tmp_path)
+    code, out, _ = leeway("replay", "import", "out.lwr", str(target.root), "--dry-run", "--json")
+    found = json.loads(out)
+    assert (code, found["does"], found["facts"]) == (
+        0, "store 4 groups", {"learner version": 1},
+    )  # fmt: skip
+    assert contents(server.url, target.root.name) == {}
+    # What it says of a buffer that has some is what an import does.
+    leeway("replay", "import", "out.lwr", str(target.root))
+    before = contents(server.url, target.root.name)
+    _, out, _ = leeway("replay", "import", "out.lwr", str(target.root), "--dry-run", "--json")
+    assert json.loads(out)["facts"] == {"learner version": 1, "skipped (stored)": 4}
+    assert contents(server.url, target.root.name) == before
+
+
 def test_a_second_import_stores_nothing_twice(leeway: Leeway, source: RunDirectory):
     leeway("replay", "export", "out.lwr", str(source.root))
     code, out, _ = leeway("replay", "import", "out.lwr", str(source.root), "--json")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from leeway.replay import connection
 from leeway.replay.connection import Link, ScriptSet
 from leeway.replay.errors import StoreError, StoreUnavailable
 from tests.integration import redis_servers
@@ -27,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small scripts stand where the buffer's would."""
     redis_servers.write_scripts(tmp_path)
-    monkeypatch.setattr(connection, "LUA_FOLDER", tmp_path)
+    monkeypatch.setattr("leeway.replay.scripts.LUA_FOLDER", tmp_path)
 
 
 async def test_commands_of_one_call_run_in_order(server):
@@ -104,7 +103,7 @@ async def test_a_closed_link_says_so(server):
 async def test_a_script_is_sent_once_and_runs_behind_its_commands(server, scripts):
     server.command("SCRIPT", "FLUSH")
     async with linked(server.url) as link:
-        put = ScriptSet(link, PREFIX, ())
+        put = ScriptSet(link, PREFIX)
         assert await put.run("put", text="one") == b"one"
         stages = await put.run("get", before=[("SET", f"{PREFIX}text", b"staged")])
         assert stages == b"staged"
@@ -144,7 +143,7 @@ async def test_killed_connections_are_made_again(server):
 
 async def test_a_busy_script_is_waited_for(server, scripts):
     async with linked(server.url) as spinning, linked(server.url) as link:
-        spin = asyncio.create_task(ScriptSet(spinning, PREFIX, ()).run("spin"))
+        spin = asyncio.create_task(ScriptSet(spinning, PREFIX).run("spin"))
         await asyncio.sleep(0.3)  # by now Redis says that it is busy
         setting = asyncio.create_task(link.execute(("SET", KEY, "x")))
         await asyncio.sleep(0.2)
@@ -156,7 +155,7 @@ async def test_a_busy_script_is_waited_for(server, scripts):
 
 async def test_a_script_that_stays_busy_is_named(server, scripts):
     async with linked(server.url) as spinning, linked(server.url, retry_s=0.2) as link:
-        spin = asyncio.create_task(ScriptSet(spinning, PREFIX, ()).run("spin"))
+        spin = asyncio.create_task(ScriptSet(spinning, PREFIX).run("spin"))
         await asyncio.sleep(0.3)
         with pytest.raises(StoreUnavailable, match="busy with a script"):
             await link.execute(("SET", KEY, "x"))
@@ -171,7 +170,7 @@ async def test_a_read_only_replica_is_named(tmp_path, scripts):
             with pytest.raises(StoreUnavailable, match="read-only replica"):
                 await link.execute(("SET", KEY, "x"))
             with pytest.raises(StoreUnavailable, match="read-only replica"):
-                await ScriptSet(link, PREFIX, ()).run("put", text="x")
+                await ScriptSet(link, PREFIX).run("put", text="x")
             with pytest.raises(StoreUnavailable, match="read-only replica"):
                 await link.call(lambda: link.client.set(KEY, "x"))
 
@@ -197,5 +196,5 @@ async def test_a_full_server_is_an_error_at_once(tmp_path, scripts):
                 await link.execute(("SET", KEY, "x"))
             assert not isinstance(refused.value, StoreUnavailable)
             with pytest.raises(StoreError, match="raise maxmemory or lower max_groups"):
-                await ScriptSet(link, PREFIX, ()).run("put", text="x")
+                await ScriptSet(link, PREFIX).run("put", text="x")
             assert time.monotonic() - started < 1.0

@@ -12,9 +12,9 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from leeway.replay.connection import lua_text
 from leeway.replay.limiter import Limiter
 from leeway.replay.schedule import admissible, drawable, is_engine_behind
+from leeway.replay.scripts import lua_text
 from leeway.replay.selection import Selector, draw_score, evict_score
 from leeway.replay.server import EmbeddedRedis
 
@@ -72,7 +72,7 @@ def test_lua_and_python_agree_on_the_rule(
         "step": step,
         "policy": policy,
     }
-    with redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(server.admin_url) as client:
         script = lua_text("rule") + ASK_RULE
         reply = client.eval(script, 0, msgspec.msgpack.encode(arguments))
     window, is_behind, missing, first, forced = reply  # type: ignore[misc]
@@ -114,7 +114,7 @@ def test_lua_and_python_agree_on_the_limiter(server, limiter, size, inserts, sam
         "samples": samples,
         "n": n,
     }
-    with redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(server.admin_url) as client:
         script = lua_text("rule") + ASK_LIMITER
         room, may = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
     assert room == min(1000, limiter.room(size, inserts, samples))
@@ -150,7 +150,7 @@ def test_lua_and_python_agree_on_scores(
         "seed": seed,
         "turn": turn,
     }
-    with redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(server.admin_url) as client:
         script = lua_text("select") + ASK_SCORES
         scores = client.eval(script, 0, msgspec.msgpack.encode(arguments))
     of_group = (selector, version, arrival, priority, start, seed, turn)

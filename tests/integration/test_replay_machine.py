@@ -287,7 +287,7 @@ class RedisMachine(MemoryMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.admin: Any = redis.Redis.from_url(self.servers[-1].url)
+        self.admin: Any = redis.Redis.from_url(self.servers[-1].admin_url)
         self.run_name = f"test-{uuid.uuid4().hex}"
         self.num_restarts = 0
 

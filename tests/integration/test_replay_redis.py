@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import redis
 
-from leeway.replay import connection
+from leeway.replay import scripts
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import SlotExpired, StoreError, StoreUnavailable, WaitTimeout
 from leeway.replay.redis_store import RedisReplay
@@ -59,7 +59,7 @@ async def test_draw_sent_twice_returns_the_same_lease(replay):
 async def test_waits_end_when_connections_are_cut(replay, server):
     waiting = asyncio.create_task(replay.draw(10.0))
     await asyncio.sleep(0.1)
-    with redis.Redis.from_url(server.url) as admin:
+    with redis.Redis.from_url(server.admin_url) as admin:
         admin.client_kill_filter(_type="normal", skipme=True)
     for slot in await replay.admit(2, V0, 1.0):
         await replay.add(slot, build_group(slot))
@@ -99,7 +99,7 @@ async def test_hundreds_of_waiting_workers_use_few_connections(replay, server):
     await replay.admit(4, V0, 1.0)
     waits = [asyncio.create_task(replay.admit(1, V0, 1.0)) for _ in range(200)]
     await asyncio.sleep(0.4)
-    with redis.Redis.from_url(server.url) as admin:
+    with redis.Redis.from_url(server.admin_url) as admin:
         assert admin.info("clients")["connected_clients"] < 40  # type: ignore[index]
     results = await asyncio.gather(*waits, return_exceptions=True)
     assert all(isinstance(result, WaitTimeout) for result in results)
@@ -111,7 +111,7 @@ async def test_everything_of_a_trained_group_is_forgotten(replay, server):
     await replay.acknowledge(await replay.draw(1.0), V1)
     prefix = replay.buffer.prefix
     kept = {prefix + name for name in ("state", "added", "acknowledged", "room", "data")}
-    with redis.Redis.from_url(server.url, decode_responses=True) as admin:
+    with redis.Redis.from_url(server.admin_url, decode_responses=True) as admin:
         keys = set(admin.scan_iter(f"{prefix}*"))
     assert {re.sub(r":added:\d+$", ":added", key) for key in keys} == kept
     assert (await replay.stats()).num_bytes == 0
@@ -120,7 +120,7 @@ async def test_everything_of_a_trained_group_is_forgotten(replay, server):
 async def test_a_payload_without_its_script_expires_by_itself(replay, server):
     slot = (await replay.admit(1, V0, 1.0))[0]
     key = f"{replay.buffer.prefix}payload:{slot.slot_id}"
-    with redis.Redis.from_url(server.url) as admin:
+    with redis.Redis.from_url(server.admin_url) as admin:
         # A producer died between the two commands of an add.
         admin.set(key, b"half", nx=True, px=60_000)
         await replay.drop(slot, "failed")
@@ -133,7 +133,7 @@ async def test_a_payload_that_was_taken_does_not_expire(replay, server):
     slot = (await replay.admit(1, V0, 1.0))[0]
     await replay.add(slot, build_group(slot))
     await replay.add(slot, build_group(slot))
-    with redis.Redis.from_url(server.url) as admin:
+    with redis.Redis.from_url(server.admin_url) as admin:
         assert admin.ttl(f"{replay.buffer.prefix}payload:{slot.slot_id}") == -1
 
 
@@ -154,12 +154,12 @@ async def test_other_selectors_than_the_run_before_order_what_is_there(server):
 async def test_a_buffer_of_another_layout_is_refused_with_both_numbers(server):
     run = f"test-{uuid.uuid4().hex}"
     replay = RedisReplay(server.url, run, CONFIG)
-    with redis.Redis.from_url(server.url) as admin:
+    with redis.Redis.from_url(server.admin_url) as admin:
         admin.hset(f"{replay.buffer.prefix}state", "learner_version", "3")
-        with pytest.raises(StoreError, match=r"layout 1.*reads layout 4"):
+        with pytest.raises(StoreError, match=r"layout 1.*reads layout 5"):
             await replay.stats()
         admin.set(f"{replay.buffer.prefix}state", msgspec.msgpack.encode({"layout": 9}))
-        with pytest.raises(StoreError, match=r"layout 9.*reads layout 4"):
+        with pytest.raises(StoreError, match=r"layout 9.*reads layout 5"):
             await replay.admit(1, V0, 0)
         assert msgspec.msgpack.decode(admin.get(f"{replay.buffer.prefix}state")) == {"layout": 9}
     await replay.close()
@@ -188,7 +188,7 @@ async def test_a_signal_of_the_board_wakes_an_admission_once(replay, server):
     await replay.admit(4, V0, 1.0)
     waiting = asyncio.create_task(replay.admit(1, V0, 2.0))
     await asyncio.sleep(0.3)
-    with redis.Redis.from_url(server.url) as admin:
+    with redis.Redis.from_url(server.admin_url) as admin:
         admin.config_resetstat()
         admin.xadd(f"{replay.buffer.prefix}room", {"at": "1"})
         await asyncio.sleep(1.0)
@@ -289,20 +289,20 @@ async def test_time_set_back_neither_moves_deadlines_away_nor_stops_them(server,
     config = ReplayConfig(groups_per_step=2, slot_timeout_s=0.3)
     replay = RedisReplay(server.url, run, config)
     await replay.admit(2, V0, 1.0)
-    text = connection.lua_text
+    text = scripts.lua_text
     behind = "local clock = call('TIME')\nclock[1] = tonumber(clock[1]) - 3600"
 
     def set_back(name: str) -> str:
         return text(name).replace("local clock = call('TIME')", behind)
 
-    monkeypatch.setattr(connection, "lua_text", set_back)
-    connection.script_source.cache_clear()
+    monkeypatch.setattr(scripts, "lua_text", set_back)
+    scripts.script_source.cache_clear()
     later = RedisReplay(server.url, run, config)
     assert (await later.stats()).num_slots == 2
     await asyncio.sleep(0.4)
     # Time stood still at the step and went on from there, though nobody did more than look.
     assert (await later.stats()).num_slots_expired == 2
-    connection.script_source.cache_clear()
+    scripts.script_source.cache_clear()
     await replay.close()
     await later.close()
 

@@ -24,10 +24,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 
 
 def test_stopping_keeps_the_data_and_the_directory_can_be_used_again(tmp_path):
-    with EmbeddedRedis.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+    with EmbeddedRedis.start(tmp_path) as server, redis.Redis.from_url(server.admin_url) as client:
         client.set("kept", "yes")
     assert not server.is_running
-    with EmbeddedRedis.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+    with EmbeddedRedis.start(tmp_path) as server, redis.Redis.from_url(server.admin_url) as client:
         assert client.get("kept") == b"yes"
 
 

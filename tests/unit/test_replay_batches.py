@@ -76,3 +76,12 @@ def test_reports_of_callers_that_try_at_once_are_one(reports, num, asking):
     assert (told["num"], told["asking"]) == (num, asking)
     assert told["has_waited"] == any(waited for _, waited in reports)
     assert together([None, None]) is None
+
+
+async def test_an_error_among_the_results_reaches_its_own_caller_alone():
+    async def run(items: Sequence[int]) -> list[int | Exception]:
+        return [StoreError("no") if item == 13 else item for item in items]
+
+    batches = Batches(run, max_weight=100, max_items=10)
+    results = await asyncio.gather(*(batches.call(i, 1) for i in (1, 13)), return_exceptions=True)
+    assert results[0] == 1 and isinstance(results[1], StoreError)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-import zlib
 
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,7 +129,10 @@ def test_the_bytes_of_a_group_are_these():
         ]
     )
     body = struct.pack("<I2f2i3H", len(described), -1.0, -2.0, 3, 4, 5, 6, 7) + described
-    assert encode(group) == struct.pack("<2sHI", b"LW", SCHEMA_VERSION, zlib.crc32(body)) + body
+    assert (
+        encode(group)
+        == struct.pack("<2sHQ", b"LW", SCHEMA_VERSION, xxhash.xxh3_64_intdigest(body)) + body
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,14 +147,14 @@ def test_the_bytes_of_a_group_are_these():
 )
 def test_versions_are_runs_where_those_are_shorter(versions, block):
     group = group_of(build_trajectory([1] * len(versions), versions))
-    start = 12 + 4 * len(versions)
+    start = 16 + 4 * len(versions)
     assert encode(group)[start : start + 4 * len(block)] == struct.pack(f"<{len(block)}i", *block)
     assert decode(encode(group)).trajectories[0].versions.tolist() == versions
 
 
 def test_a_run_of_versions_goes_on_over_trajectories():
     siblings = [build_trajectory([1] * 512, [3] * 512)] * 8
-    start = 12 + 4 * 4096
+    start = 16 + 4 * 4096
     assert encode(group_of(*siblings))[start : start + 8] == struct.pack("<2i", 3, 4096)
 
 

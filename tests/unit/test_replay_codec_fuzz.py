@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from leeway.replay.synthetic import build_group
 
 HEADER = struct.pack("<2sH", b"LW", SCHEMA_VERSION)
 DATA = encode(build_group(Slot("a-group", PolicyVersion(3))))
-BODY = DATA[8:]
+BODY = DATA[12:]
 MAX_HOSTILE_BYTES = 64 * 2**10
 """What a few hundred bytes may make decode hold at its peak, error and all."""
 
@@ -35,7 +35,7 @@ BLOCKS = struct.pack("<2f2i3H", -1.0, -2.0, 3, 4, 5, 6, 7)
 
 
 def sealed(body: bytes) -> bytes:
-    return HEADER + struct.pack("<I", zlib.crc32(body)) + body
+    return HEADER + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)) + body
 
 
 def built(blocks: bytes, description: bytes) -> bytes:
@@ -124,7 +124,7 @@ def test_a_splice_is_a_codec_error_or_another_group(first, second, inserted):
     assert_a_group_to_use_or_a_codec_error(sealed(spliced))
     if spliced != BODY:
         with pytest.raises(CodecError):
-            decode(DATA[:8] + spliced)
+            decode(DATA[:12] + spliced)
 
 
 @given(st.binary(max_size=300))
@@ -219,7 +219,7 @@ def test_hostile_bytes_are_a_codec_error_in_little_memory(name):
 @given(st.sampled_from(sorted(HOSTILE)), st.binary(max_size=20), st.integers(0, 400))
 @settings(max_examples=200, deadline=None)
 def test_hostile_bytes_with_noise_stay_in_little_memory(name, noise, position):
-    body = HOSTILE[name][8:]
+    body = HOSTILE[name][12:]
     with little_memory(), suppress(CodecError):
         decode(sealed(body[:position] + noise + body[position + len(noise) :]))
 

@@ -15,11 +15,10 @@ from leeway.replay.connection import (
     Link,
     address,
     check_url,
-    script_source,
     translate,
 )
 from leeway.replay.errors import ConfigurationError, LeewayError, StoreError, StoreUnavailable
-from leeway.replay.keys import BoardKeys, board_keys, replay_prefix
+from leeway.replay.keys import board_keys, replay_prefix
 from leeway.replay.pipelines import PipelineCall, Pipelines
 from leeway.replay.redis_urls import parse_url
 
@@ -188,19 +187,6 @@ def test_run_names_that_would_break_the_hash_tag_are_refused():
     for name in ("", "a}b", "a b", "x" * 101):
         with pytest.raises(ConfigurationError, match="run name"):
             replay_prefix(name)
-
-
-def test_scripts_see_their_keys_by_name():
-    source = script_source("engines", BoardKeys._fields, ())
-    assert source.startswith("local key = {engines = KEYS[1], engine_version = KEYS[2], ")
-
-
-def test_scripts_of_a_prefix_make_their_keys():
-    first, second = script_source("engines", None, ()).splitlines()[:2]
-    assert first == (
-        "local key = setmetatable({}, {__index = function(_, name) return KEYS[1] .. name end})"
-    )
-    assert second == "local arg = cmsgpack.unpack(ARGV[1])"
 
 
 class _Carried:

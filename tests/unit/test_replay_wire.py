@@ -15,7 +15,7 @@ import redis.exceptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway.replay.wire import LARGE_BYTES, SMALL_BYTES, WireParser
+from leeway.replay.wire import LARGE_BYTES, SMALL_BYTES, WireParser, pack
 
 SILENCE_S = 5.0
 
@@ -207,3 +207,22 @@ async def test_nothing_is_written_to_a_link_that_has_ended():
     for end in (read_end, write_end):
         os.close(end)
     writer.close()
+
+
+def test_commands_are_packed_in_one_part_but_for_large_words():
+    large = b"x" * LARGE_BYTES
+    assert pack([("SET", "a", 1), ("GET", b"b", 0.5)]) == [
+        b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\n1\r\n*3\r\n$3\r\nGET\r\n$1\r\nb\r\n$3\r\n0.5\r\n"
+    ]
+    parts = pack([("SET", "\N{SNOWMAN}", large), ("PING",)])
+    assert parts[1] is large
+    assert (parts[0], parts[2]) == (
+        b"*3\r\n$3\r\nSET\r\n$3\r\n\xe2\x98\x83\r\n$4096\r\n",
+        b"\r\n*1\r\n$4\r\nPING\r\n",
+    )
+
+
+@pytest.mark.parametrize("word", [None, True, [1]])
+def test_what_is_no_word_of_a_command_is_refused(word):
+    with pytest.raises(redis.exceptions.DataError, match="no word of a Redis command"):
+        pack([("SET", "a", word)])

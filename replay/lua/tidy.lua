@@ -1,0 +1,36 @@
+-- What became due since the last script, before anything else is done.
+
+-- The configuration may name other selectors than the one before, and fewer draws.
+if is_new_config then
+  local done, records = {}, {}
+  for _, id in ipairs(call('ZRANGE', key.again, 0, -1)) do
+    records[id] = record(id)
+    if records[id][DRAWS] >= c.max_draws then done[#done + 1] = id end
+  end
+  in_parts(done, 'ZREM', key.again)
+  forget(done, records)
+  call('DEL', key.pick, key.evict)
+  if picks or evicts then
+    for _, zset in ipairs({key.ready, key.again}) do
+      for _, id in ipairs(call('ZRANGE', zset, 0, -1)) do rank(id, record(id)) end
+    end
+  end
+end
+
+-- Expired slots and leases.
+if S.next_expiry and now >= S.next_expiry then
+  for _, member in ipairs(call('ZRANGEBYSCORE', key.slots, '-inf', now)) do
+    free_slot(slot_of(member))
+    S.num_slots_expired = S.num_slots_expired + 1
+  end
+  for _, id in ipairs(call('ZRANGEBYSCORE', key.leases, '-inf', now)) do
+    return_lease(id, true)
+    S.num_leases_expired = S.num_leases_expired + 1
+  end
+  S.next_expiry = false
+  for _, zset in ipairs({key.slots, key.leases}) do
+    local first = call('ZRANGE', zset, 0, 0, 'WITHSCORES')
+    if first[2] then expire_at(tonumber(first[2])) end
+  end
+end
+save()
