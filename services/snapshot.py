@@ -10,132 +10,25 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-import msgspec
-
-from leeway.replay.chain import Seconds, Side, WaitLink, chain, seconds_by_side
+from leeway.replay.chain import chain, seconds_by_side
 from leeway.replay.store import ReplayStats
+from leeway.services.api.models import (
+    Engine,
+    Eval,
+    Learning,
+    Replay,
+    Run,
+    Seconds,
+    Staleness,
+    Status,
+    WaitLink,
+    Waits,
+)
 
 Section = Mapping[str, Any]
 
 SILENT_S: Final = 15.0
 """Engines and workers write every second; one that is silent for longer is gone."""
-
-
-class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run stands."""
-
-    name: str = "run"
-    phase: str = "starting"
-    """What the run is doing: starting, evaluating, training, and so on."""
-    elapsed_s: float = 0.0
-    """Seconds since the run started."""
-    step: int = 0
-    """Optimizer steps done."""
-    num_steps: int | None = None
-    """Optimizer steps of the whole run."""
-    policy_version: int | None = None
-    """Newest version the learner made."""
-    last_event: str | None = None
-
-
-class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine."""
-
-    engine_id: str
-    version: int | None = None
-    """Policy version it samples from."""
-    pause_ms: float | None = None
-    """How long its last publish stopped generation."""
-    transfer_ms: float | None = None
-    """How long its last publish took to arrive, while it generated."""
-    tokens_per_s: float | None = None
-
-
-class LearningView(msgspec.Struct, frozen=True, kw_only=True):
-    """The last optimizer step."""
-
-    reward: float | None = None
-    exact_match: float | None = None
-    entropy: float | None = None
-    kl: float | None = None
-    """KL (k3) to the policies that sampled the tokens."""
-    grad_norm: float | None = None
-    clip_fraction: float | None = None
-    """Share of trained tokens that were clipped."""
-    clip_bias_norm: float | None = None
-    """||C||, the norm of what the clip removed from the gradient."""
-    tokens_per_s: float | None = None
-    """Tokens trained per second."""
-
-
-class StalenessView(msgspec.Struct, frozen=True, kw_only=True):
-    """Staleness of the last batch, in policy versions."""
-
-    mean: float | None = None
-    max: int | None = None
-    max_seen: int | None = None
-    """Largest of the whole run."""
-    bound: int | None = None
-    """replay.max_staleness."""
-
-
-class ReplayView(msgspec.Struct, frozen=True, kw_only=True):
-    """The buffer, in groups."""
-
-    num_slots: int
-    """Groups being played."""
-    num_ready: int
-    num_leased: int
-    num_bytes: int
-    num_trained: int
-    num_dropped: int
-    dropped: dict[str, int]
-    """Dropped groups by reason."""
-    dropped_turns: dict[str, dict[int, int]]
-    """Their trajectories by reason and number of turns."""
-    dropped_tokens: dict[str, dict[int, int]]
-    """The same by length: at most so many tokens."""
-    admission_paused: bool
-    seconds: dict[Side, Seconds]
-    """Waiting and working of rollouts and learner, summed over their callers."""
-    waits: list[WaitLink]
-    """Who waits now, for whom and why; the longest first."""
-
-
-class WaitsView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who waits for whom, as shares of the last half minute or so."""
-
-    learner_for_data: float | None = None
-    rollouts_for_room: float | None = None
-    """Mean over rollout workers."""
-    sentence: str = ""
-    """`learner waits for rollouts 41 %`; empty while nothing is known."""
-    refusal: str | None = None
-    """Why the last request for slots came back empty; None if it did not."""
-
-
-class EvalView(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out exact match."""
-
-    before: float | None = None
-    latest: float | None = None
-    latest_step: int | None = None
-    """Optimizer step after which `latest` was measured."""
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment."""
-
-    run: RunView = RunView()
-    engines: list[EngineView] = []
-    generated_tokens_per_s: float | None = None
-    """Over all engines."""
-    learning: LearningView = LearningView()
-    staleness: StalenessView = StalenessView()
-    replay: ReplayView | None = None
-    """None while Redis has not answered yet."""
-    waits: WaitsView = WaitsView()
-    eval: EvalView = EvalView()
 
 
 def build_snapshot(
@@ -144,7 +37,7 @@ def build_snapshot(
     *,
     last_event: str | None = None,
     now: float | None = None,
-) -> Snapshot:
+) -> Status:
     """Join the run board's sections and the buffer's numbers. Any section or key may be missing.
 
     run      {name, phase, started_at, num_steps, bound}
@@ -161,8 +54,8 @@ def build_snapshot(
     elapsed_s = max(0.0, now - started_at) if started_at else 0.0
     engines = _engines(sections.get("policy", {}))
     rates = [engine.tokens_per_s for engine in engines if engine.tokens_per_s is not None]
-    return Snapshot(
-        run=RunView(
+    return Status(
+        run=Run(
             name=run.get("name", "run"),
             phase=run.get("phase", "starting"),
             elapsed_s=elapsed_s,
@@ -174,7 +67,7 @@ def build_snapshot(
         engines=engines,
         generated_tokens_per_s=sum(rates) if rates else None,
         learning=_learning(metrics, learner),
-        staleness=StalenessView(
+        staleness=Staleness(
             mean=metrics.get("staleness_mean"),
             max=_whole(metrics.get("staleness_max")),
             max_seen=_whole(learner.get("max_staleness_seen", metrics.get("staleness_max"))),
@@ -217,9 +110,9 @@ def _members(section: Section) -> Iterable[tuple[str, Section]]:
     return ((name, value) for name, value in sorted(section.items()) if isinstance(value, Mapping))
 
 
-def _engines(section: Section) -> list[EngineView]:
+def _engines(section: Section) -> list[Engine]:
     return [
-        EngineView(
+        Engine(
             engine_id=engine_id,
             version=engine.get("version"),
             pause_ms=engine.get("pause_ms"),
@@ -230,8 +123,8 @@ def _engines(section: Section) -> list[EngineView]:
     ]
 
 
-def _learning(metrics: Section, learner: Section) -> LearningView:
-    return LearningView(
+def _learning(metrics: Section, learner: Section) -> Learning:
+    return Learning(
         reward=metrics.get("reward_mean"),
         exact_match=metrics.get("score/exact_match"),
         entropy=metrics.get("entropy"),
@@ -243,8 +136,8 @@ def _learning(metrics: Section, learner: Section) -> LearningView:
     )
 
 
-def _replay(stats: ReplayStats) -> ReplayView:
-    return ReplayView(
+def _replay(stats: ReplayStats) -> Replay:
+    return Replay(
         num_slots=stats.num_slots,
         num_ready=stats.num_ready,
         num_leased=stats.num_leased,
@@ -254,13 +147,16 @@ def _replay(stats: ReplayStats) -> ReplayView:
         dropped=stats.dropped,
         dropped_turns=stats.dropped_turns,
         dropped_tokens=stats.dropped_tokens,
-        seconds=seconds_by_side(stats),
-        waits=chain(stats),
+        seconds={
+            side: Seconds.model_validate(seconds)
+            for side, seconds in seconds_by_side(stats).items()
+        },
+        waits=[WaitLink.model_validate(link) for link in chain(stats)],
         admission_paused=stats.admission_paused,
     )
 
 
-def _waits(sections: Mapping[str, Section]) -> WaitsView:
+def _waits(sections: Mapping[str, Section]) -> Waits:
     """Shares of the last half minute or so, as learner and rollout workers report them.
 
     Workers that waited 20 % and 40 % of it: rollouts wait for room 30 %.
@@ -270,7 +166,7 @@ def _waits(sections: Mapping[str, Section]) -> WaitsView:
     shares = [s for _, w in workers if (s := w.get("wait_share")) is not None]
     rollout_share = sum(shares) / len(shares) if shares else None
     refusals = [reason for _, w in workers if (reason := w.get("last_refusal"))]
-    return WaitsView(
+    return Waits(
         learner_for_data=learner_share,
         rollouts_for_room=rollout_share,
         sentence=_waits_sentence(learner_share, rollout_share),
@@ -295,19 +191,19 @@ def _waits_sentence(learner: float | None, rollouts: float | None) -> str:
     )
 
 
-def _eval(section: Section) -> EvalView:
+def _eval(section: Section) -> Eval:
     """`after` is the last word; until it exists, the newest evaluation made meanwhile."""
-    latest = next((entry for entry in _evaluations(section) if entry), {})
     before = _mapping(section.get("before"))
-    return EvalView(
+    latest = next(reversed(evaluations({**section, "before": None})), {})
+    return Eval(
         before=exact_match_of(before), latest=exact_match_of(latest), latest_step=latest.get("step")
     )
 
 
-def _evaluations(section: Section) -> list[Section]:
-    """Those after the first, newest first."""
-    history = [_mapping(entry) for entry in section.get("history") or []]
-    return [_mapping(section.get("after")), *reversed(history)]
+def evaluations(section: Section) -> list[Section]:
+    """All that were made, in the order of their steps: before, meanwhile, after."""
+    found = [section.get("before"), *(section.get("history") or []), section.get("after")]
+    return [entry for entry in map(_mapping, found) if entry]
 
 
 def exact_match_of(evaluation: Section) -> float | None:

@@ -11,17 +11,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import httpx
 import httpx_sse
-import msgspec
+from pydantic import ValidationError
 
 from leeway.replay.errors import LeewayError, WaitTimeout
-from leeway.replay.store import Held as HeldRecord
 from leeway.services.api.auth import FILE, READ_VARIABLE
+from leeway.services.api.models import Status
 from leeway.services.layout import RunDirectory
-from leeway.services.snapshot import Snapshot
 
 TOKEN: Final = "LEEWAY_API_TOKEN"
 """Environment variable that holds the bearer token of a run without a directory here."""
@@ -42,7 +41,7 @@ class NotAnswering(LeewayError):
 class Heard(NamedTuple):
     """One message of a watched run: a state, or why there is none at the moment."""
 
-    snapshot: Snapshot | None
+    snapshot: Status | None
     note: str = ""
     body: str = ""
     """The state as it was sent."""
@@ -157,21 +156,10 @@ def _detail(answer: httpx.Response) -> str:
 
 def _heard(body: str) -> Heard:
     try:
-        found = msgspec.json.decode(body)
-        for wait in _waits(found):
-            held = wait.get("held")
-            if isinstance(held, dict):
-                # The buffer writes it as an array, and so it is read; REST names the parts.
-                wait["held"] = [held.get(name) for name in HeldRecord.__struct_fields__]
-        return Heard(msgspec.convert(found, Snapshot, str_keys=True), body=body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LeewayError(f"the answer is not the status of a leeway run ({error})") from None
-
-
-def _waits(found: Any) -> list[dict[str, Any]]:
-    replay = found.get("replay") if isinstance(found, dict) else None
-    waits = replay.get("waits") if isinstance(replay, dict) else None
-    return [wait for wait in waits if isinstance(wait, dict)] if isinstance(waits, list) else []
+        return Heard(Status.model_validate_json(body), body=body)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise LeewayError(f"the answer is not the status of a leeway run ({reason})") from None
 
 
 def token_of(run: RunDirectory | None) -> str | None:

@@ -32,18 +32,20 @@ def status(
         ),
     ] = None,
     watch: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--watch",
-            help="Live, until the run ends: a table, or without a terminal a line for each step.",
+            "--watch/--once",
+            help="Live until the run ends, or one look. Unless told: live on a terminal, one look "
+            "elsewhere and with --json. Live without a terminal is a line for each step.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="One JSON line on stdout; with --watch one for each change."),
     ] = False,
 ) -> None:
-    """Show where a run stands."""
+    """Show where a run stands, live on a terminal."""
     from leeway.services.status_client import NotAnswering, StatusClient, token_of
 
     found = target_of(target)
@@ -54,7 +56,7 @@ def status(
             first = client.status()
         except NotAnswering as error:
             return _show_ended(found, as_json, error)
-        if watch:
+        if watch if watch is not None else _is_shown_live(as_json):
             return _watch(client, found, as_json)
     if as_json:
         typer.echo(first.body)
@@ -71,6 +73,12 @@ def target_of(text: str | None) -> Target:
     run = latest_run() if text is None else open_run(text)
     state = run.read_state()
     return Target(state.api_address if state else None, run)
+
+
+def _is_shown_live(as_json: bool) -> bool:
+    from rich.console import Console
+
+    return not as_json and Console().is_terminal
 
 
 def _draw(heard: Heard) -> None:

@@ -42,13 +42,18 @@ from leeway.services.api.routes.settings import settings_router
 from leeway.services.api.routes.submission import submission_router
 from leeway.services.api.routes.trajectories import trajectories_router
 from leeway.services.api.served import Board, Engines, Served
+from leeway.services.api.shortcut import PATH, Shortcut
 from leeway.services.api.sweeps import sweeps_router
+from leeway.services.api.tags import JSON, UNCHANGED, Tagged
 from leeway.services.config import RunConfig
 
 START_TIMEOUT_S: Final = 10.0
+CLIENT_TIMEOUT_MS: Final = 60_000
+"""How long a client may leave what it was sent untaken."""
 SWEEPS: Final = "sweeps"
 """Folder beside the run directories in which sweeps are looked for."""
 
+_METRICS: Final = '# TYPE leeway_learner_step gauge\nleeway_learner_step{run="demo-1"} 7.0\n'
 _ERRORS: Final = (400, 401, 403, 404, 405, 413, 422, 429, 500, 503)
 _DESCRIPTION: Final = """One training run: what it does, live, and how to steer it.
 
@@ -136,6 +141,9 @@ def create_app(
     requests = RequestCounters()
     _add_metrics(app, served, requests)
     add_dashboard(app)
+    status = next(route for route in app.routes if getattr(route, "path", None) == PATH)
+    app.add_middleware(Tagged)
+    app.add_middleware(Shortcut, reader=reader, route=status)
     app.add_middleware(Gate, config=config.api, tokens=tokens)
     app.add_middleware(MeasuredRequests, counters=requests)
     return app
@@ -159,7 +167,7 @@ def _secret(tokens: Tokens | None, run: Path) -> bytes:
 
 def _add_metrics(app: FastAPI, served: Served, requests: RequestCounters) -> None:
     text: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+        200: {"content": {"text/plain": {"schema": {"type": "string"}, "example": _METRICS}}}
     }
 
     @app.get("/metrics", response_class=Response, responses=text, tags=["metrics"])
@@ -185,8 +193,15 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             if path.startswith("/v1") or path == "/metrics":
                 for operation in operations.values():
                     operation["security"] = [{"token": []}]
+            if path.startswith("/v1") and JSON in _content(operations.get("get")):
+                operations["get"]["responses"]["304"] = UNCHANGED
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def _content(operation: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a good answer, by its kind."""
+    return operation["responses"]["200"].get("content", {}) if operation else {}
 
 
 # --- serving ------------------------------------------------------------------------------------
@@ -198,7 +213,7 @@ def serve_in_thread(app: FastAPI, host: str, port: int) -> tuple[str, Callable[[
     Port 0 takes a free one. Raises ConfigurationError when the port is taken.
     """
     listener = listen(host, port)
-    server = uvicorn.Server(server_settings(app, grace_s=2))
+    server = Server(server_settings(app, grace_s=2))
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [listener]}, name="leeway-api", daemon=True
     )
@@ -221,6 +236,16 @@ def serve_in_thread(app: FastAPI, host: str, port: int) -> tuple[str, Callable[[
     return address_of(host, listener.getsockname()[1]), stop
 
 
+class Server(uvicorn.Server):
+    """Ends the streams of events first: uvicorn waits for answers, and these never end."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called in the loop when the server is told to end."""
+        app: Any = self.config.app
+        await app.state.hub.close()
+        await super().shutdown(sockets)
+
+
 def server_settings(app: FastAPI, grace_s: int) -> uvicorn.Config:
     """How the application is served; answers under way may take `grace_s` seconds at the end.
 
@@ -228,6 +253,8 @@ def server_settings(app: FastAPI, grace_s: int) -> uvicorn.Config:
     """
     return uvicorn.Config(
         app,
+        loop="uvloop",
+        http="httptools",
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -237,12 +264,17 @@ def server_settings(app: FastAPI, grace_s: int) -> uvicorn.Config:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address. Raises ConfigurationError when that is taken."""
+    """A socket that listens at the address: who connects before the server runs waits for it.
+    Raises ConfigurationError when the address is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: one whose client takes nothing would stay for ever.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CLIENT_TIMEOUT_MS)
     try:
         listener.bind((host, port))
+        listener.listen()
     except OSError as error:
         listener.close()
         raise ConfigurationError(

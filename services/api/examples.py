@@ -1,10 +1,14 @@
-"""One example of each answer, shown in openapi.json and docs/rest.md; a test holds them against the
-models.
+"""One example of each answer and of each body that is sent, as openapi.json shows them; tests hold
+them against the models.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
+
+from fastapi import Body
+
+from leeway.replay.schema import SCHEMA_VERSION
 
 _SECONDS: Final = {
     "rollout": {"waiting_s": 10.0, "working_s": 90.0},
@@ -100,6 +104,52 @@ _CONTROL: Final = {
     "detail": "a checkpoint of version 7 is on the disk",
     "asked_at": 1_795_870_000.0,
     "deadline_at": 1_795_870_600.0,
+}
+
+_SWEEP: Final = {
+    "name": "lags-1",
+    "phase": "running",
+    "num_arms": 24,
+    "num_ended": 9,
+    "num_failed": 0,
+    "num_collapsed": 1,
+    "running": ["grpo-lag8-seed1"],
+    "rates": {"grpo": 0.0001},
+    "updated_at": 1_795_870_000.0,
+}
+_SWEEP_ROW: Final = {
+    "arm": "grpo-lag8-seed0",
+    "series": "grpo",
+    "objective": "grpo",
+    "variant": {},
+    "seed": 0,
+    "learning_rate": 0.0001,
+    "is_scan": False,
+    "status": "finished",
+    "reason": None,
+    "staleness_set": 8,
+    "staleness": 7.9,
+    "staleness_max": 8.0,
+    "score": 0.41,
+    "score_before": 0.31,
+    "score_best": 0.42,
+    "collapse_step": None,
+    "steps": 60,
+    "wall_s": 412.0,
+    "clip_fraction_tokens": 0.02,
+    "clip_fraction_turns": 0.11,
+    "ctn_norm": 0.11,
+    "ctn_norm_max": 0.4,
+    "num_rescaled": 0,
+    "grad_norm": 0.8,
+    "num_spikes": 1,
+    "effective_sample_size": 0.97,
+    "kl": 0.004,
+    "kl_max": 0.02,
+    "entropy": 0.41,
+    "entropy_last": 0.36,
+    "think_tokens": 18.0,
+    "think_tokens_last": 16.5,
 }
 
 EXAMPLES: Final[dict[str, Any]] = {
@@ -207,7 +257,10 @@ EXAMPLES: Final[dict[str, Any]] = {
         "idle_share": 0.25,
         "learning": _LEARNING,
         "staleness": _STALENESS,
-        "eval": _EVAL,
+        "eval": {
+            **_EVAL,
+            "history": [{"step": 0, "exact_match": 0.31}, {"step": 40, "exact_match": 0.44}],
+        },
         "metrics": {"loss": -0.01, "reward_mean": 0.52},
         "updated_at": 1_795_870_000.0,
         "settings_revision": 0,
@@ -258,6 +311,10 @@ EXAMPLES: Final[dict[str, Any]] = {
                 "key": "learner.learning_rate",
                 "value": 0.00005,
                 "started_with": 0.0001,
+                "minimum": 0.0,
+                "maximum": None,
+                "is_minimum_allowed": False,
+                "is_whole": False,
                 "applied_by": "learner",
                 "text": "Step size of AdamW, constant after the warm-up.",
             }
@@ -267,7 +324,7 @@ EXAMPLES: Final[dict[str, Any]] = {
     },
     "slots": {
         "items": [{"slot_id": "a1b2", "version": 7, "ticket": "Zk0f...", "expires_in_s": 120.0}],
-        "schema_version": 3,
+        "schema_version": SCHEMA_VERSION,
         "learner_version": 7,
         "group_size": 8,
         "max_trajectory_tokens": 1024,
@@ -279,7 +336,73 @@ EXAMPLES: Final[dict[str, Any]] = {
         "num_trajectories": 8,
         "num_trained_tokens": 310,
     },
+    "sweeps": {"items": [_SWEEP], "next": None},
+    "sweep": {
+        "status": _SWEEP,
+        "mode": "exact",
+        "retention": 0.95,
+        "verdicts": [
+            {
+                "series": "grpo",
+                "on_policy": 0.43,
+                "kept_staleness": 7.9,
+                "kept_score": 0.41,
+                "lost_staleness": 15.8,
+                "lost_score": 0.22,
+                "num_seeds": 3,
+                "num_failed": 0,
+                "num_collapsed": 1,
+                "sentence": "grpo keeps 95 % of its on-policy score up to staleness 7.9",
+            }
+        ],
+        "points": [
+            {
+                "series": "grpo",
+                "staleness": 7.9,
+                "mean": 0.41,
+                "low": 0.38,
+                "high": 0.44,
+                "num_arms": 3,
+                "num_failed": 0,
+                "num_collapsed": 0,
+            }
+        ],
+    },
+    "rows": {"items": [_SWEEP_ROW], "next": None},
+    "ok": {"status": "ok", "reasons": []},
+    "not-ready": {"status": "not-ready", "reasons": ["no engine has registered yet"]},
 }
+
+SENT: Final[dict[str, Any]] = {
+    "slots": {"num": 1, "wait_s": 5.0},
+    "returned": {"ticket": "Zk0f...", "reason": "outside-failed"},
+    "settings": {"values": {"learner.learning_rate": 0.00005}},
+    "group": {
+        "schema_version": SCHEMA_VERSION,
+        "ticket": "Zk0f...",
+        "question_id": "train-17",
+        "worker_id": "outside",
+        "trajectories": [
+            {
+                "trajectory_id": "mine-0",
+                "token_ids": [5, 9, 11, 40, 41, 60, 61, 62, 42],
+                "num_prompt": 3,
+                "turns": [
+                    {"num_generated": 2, "num_observed": 3, "action": "search"},
+                    {"num_generated": 1, "num_observed": 0, "action": "answer"},
+                ],
+                "logprobs": [-0.2, -1.5, -0.01],
+                "versions": [6, 6, 7],
+                "reward": 1.0,
+                "stop_reason": "answer",
+                "scores": {"exact_match": 1.0},
+                "duration_s": 2.1,
+                "turn_rewards": None,
+            }
+        ],
+    },
+}
+"""Bodies of requests, by the name of what they get back."""
 
 _MESSAGE: Final = {
     "type": "object",
@@ -303,4 +426,14 @@ def example(name: str) -> dict[int | str, dict[str, Any]]:
     if name == "events":
         stream = {"schema": _MESSAGE, "example": _EVENTS}
         return {200: {"description": "The stream", "content": {"text/event-stream": stream}}}
-    return {200: {"content": {"application/json": {"example": EXAMPLES[name]}}}}
+    return {200: shown(name)}
+
+
+def shown(name: str) -> dict[str, Any]:
+    """Of `responses`, for an answer that looks like this."""
+    return {"content": {"application/json": {"example": EXAMPLES[name]}}}
+
+
+def sent(name: str) -> Any:
+    """Of a route's argument: a JSON body that looks like this."""
+    return Body(openapi_examples={"example": {"value": SENT[name]}})

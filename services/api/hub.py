@@ -1,11 +1,16 @@
 """Live events: one reader of the run for all who listen.
 
-    Redis --every POLL_S--> Hub --one queue each--> listener, listener, listener
+    Redis --every TICK_S--> Hub --one piece of bytes for all--> listener, listener, listener
 
-Messages are encoded once. Each carries an id that names a place in the records of the run, so a
-listener who was away gets the events and steps behind its last id from Redis, page by page as it
-takes them. `status` and `trajectory` tell of now and are not repeated. A listener who does not take
-its messages is ended when MAX_BEHIND wait for it; it comes back with its last id.
+What a tick found is encoded once and joined once: the events, steps and trajectories that are new,
+and the status behind them. Listeners are told AT_A_TIME, and the loop turns between, so that who
+asks something else meanwhile does not wait for all of them.
+
+Each message carries an id that names a place in the records of the run, so a listener who was away
+gets the events and steps behind its last id from Redis, page by page as it takes them. `status` and
+`trajectory` tell of now and are not repeated. A listener who takes nothing for a while gets all
+events and steps of the ticks it missed, and the last status alone. It is ended when MAX_BEHIND
+ticks or MAX_BEHIND_BYTES wait for it, and comes back with its last id.
 """
 
 from __future__ import annotations
@@ -13,23 +18,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from leeway.replay.errors import DataError, LeewayError
 from leeway.replay.run_board import Event
-from leeway.services.api.reader import Reader
+from leeway.services.api.reader import Reader, answer_deadline
 from leeway.services.api.recent import Seen
 
 log = logging.getLogger(__name__)
 
-POLL_S: Final = 0.5
-STATUS_S: Final = 1.0
-"""Seconds between two `status` messages."""
-MAX_BEHIND: Final = 256
+TICK_S: Final = 1.0
+"""Seconds between two looks at the run, each of which ends in one message to every listener."""
+AT_A_TIME: Final = 25
+"""Listeners who are told in one pass of the loop: some 40 microseconds each."""
+MAX_BEHIND: Final = 60
+MAX_BEHIND_BYTES: Final = 4 * 2**20
+MAX_TRAJECTORIES: Final = 20
+"""Trajectories of one tick, the newest; the others are at /v1/trajectories."""
 AT_ONCE: Final = 200
 MAX_REPLAY: Final = 1000
 """Events and steps that a listener who was away gets at most, the latest of each."""
@@ -78,44 +89,60 @@ def place_of(text: str) -> Place:
     return Place(found[1], int(found[2]))
 
 
+class Tick(NamedTuple):
+    """What one look found, for all who listen."""
+
+    kept: bytes
+    """Messages that a listener must not miss."""
+    status: bytes
+    """The newer one serves in its place."""
+    whole: bytes
+    """Both, joined."""
+
+
 class Listener:
     """One who listens."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._waiting: list[Tick] = []
+        self._num_bytes = 0
+        self._news = asyncio.Event()
         self.has_ended = False
 
-    def put(self, message: bytes) -> None:
+    def put(self, tick: Tick) -> None:
         """Without waiting; one that is too far behind is ended."""
         if self.has_ended:
             return
-        if self._queue.qsize() >= MAX_BEHIND:
+        self._waiting.append(tick)
+        self._num_bytes += len(tick.kept)
+        self._news.set()
+        if len(self._waiting) > MAX_BEHIND or self._num_bytes > MAX_BEHIND_BYTES:
             self.end()
-        else:
-            self._queue.put_nowait(message)
 
     def end(self) -> None:
         """Behind what it has been sent."""
         self.has_ended = True
-        self._queue.put_nowait(None)
+        self._news.set()
 
-    async def take(self, timeout_s: float) -> bytes | None:
-        """All that waits, joined; ALIVE if nothing comes in time; None at the end."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                first = await self._queue.get()
-        except TimeoutError:
-            return ALIVE
-        if first is None:
-            return None
-        found = [first]
-        while not self._queue.empty():
-            following = self._queue.get_nowait()
-            if following is None:
-                self._queue.put_nowait(None)
-                break
-            found.append(following)
-        return b"".join(found)
+    async def take(self) -> bytes:
+        """All that waits, joined, with the last status alone; empty at the end."""
+        if not self.has_ended:
+            await self._news.wait()
+        self._news.clear()
+        ticks, self._waiting, self._num_bytes = self._waiting, [], 0
+        if len(ticks) == 1:
+            return ticks[0].whole
+        status = next((tick.status for tick in reversed(ticks) if tick.status), b"")
+        return b"".join([*(tick.kept for tick in ticks), status])
+
+
+@dataclass
+class _Found:
+    """What a tick has found so far; an error in one part leaves what came before it."""
+
+    place: Place
+    kept: list[bytes] = field(default_factory=list[bytes])
+    status: bytes = b""
 
 
 class Hub:
@@ -131,8 +158,9 @@ class Hub:
         self._step = 0
         """Of the run, when it was last looked at."""
         self._trajectory = 0
-        self._since_status_s = STATUS_S
+        self._told_at = 0.0
         self._task: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[Sequence[Seen]] | None = None
         self._starting = asyncio.Lock()
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
 
@@ -163,17 +191,22 @@ class Hub:
         finally:
             self._num_taken -= 1
             self._listeners.discard(listener)
-            if not self._num_taken and self._task is not None:
-                self._task.cancel()
-                self._task = None
+            if not self._num_taken:
+                self._stop()
 
     async def close(self) -> None:
         """End everybody."""
         for listener in list(self._listeners):
             listener.end()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*self._stop(), return_exceptions=True)
+
+    def _stop(self) -> list[asyncio.Task[Any]]:
+        """Read no more."""
+        tasks = [task for task in (self._task, self._looking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        self._task = self._looking = None
+        return tasks
 
     async def _begin(self) -> None:
         last = await self._records.events(count=1)
@@ -181,7 +214,7 @@ class Hub:
         self._step = look.snapshot.run.step
         self._place = Place(last[-1].event_id if last else "0-0", self._step)
         self._trajectory = self._recent.num_seen
-        self._since_status_s = STATUS_S
+        self._told_at = time.monotonic()
         self._task = asyncio.create_task(self._follow())
 
     async def _missed(self, after: Place | None, until: Place) -> AsyncIterator[bytes]:
@@ -212,41 +245,64 @@ class Hub:
 
     async def _follow(self) -> None:
         while True:
+            await asyncio.sleep(TICK_S)
+            found = _Found(self._place)
             try:
-                await self._poll()
+                async with answer_deadline():
+                    await self._look(found)
             except LeewayError as error:
                 log.warning("live events: %s", error)
             except Exception:
                 # One bad record must not silence the stream of all who listen.
                 log.exception("live events")
-            await asyncio.sleep(POLL_S)
-            self._since_status_s += POLL_S
+            await self._tell(found)
 
-    async def _poll(self) -> None:
-        """Tell what is new. Nothing is awaited between a step forward and telling of it, so an
-        error loses no message: what was not told is read again.
-        """
-        place, messages = await self._read(self._place)
-        self._place = place
-        self._tell(messages)
-        if self._since_status_s < STATUS_S:
-            return
+    async def _look(self, found: _Found) -> None:
+        """What is new."""
+        found.place, found.kept = await self._read(self._place)
         look = await self._reader.look()
-        self._since_status_s = 0.0
-        self._tell([_message("status", self._place, look.body)])
+        found.status = _message("status", found.place, look.body)
         step, before, self._step = look.snapshot.run.step, self._step, look.snapshot.run.step
         if step < before:
             # A resumption at an earlier step writes those behind it anew. A look alone says less:
             # it may be older than the records of steps.
-            self._place = place._replace(step=min(place.step, step))
-        seen = await self._recent.since(self._trajectory)
+            found.place = found.place._replace(step=min(found.place.step, step))
+        found.kept += [
+            _message("trajectory", found.place, one.item.model_dump_json().encode())
+            for one in (await self._seen())[-MAX_TRAJECTORIES:]
+        ]
+
+    async def _seen(self) -> Sequence[Seen]:
+        """Trajectories that are new. The first look loads the questions, which may take longer than
+        a tick: nobody waits for it, and what it finds is told when it has ended.
+        """
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._recent.since(self._trajectory))
+        await asyncio.wait({self._looking}, timeout=TICK_S)
+        if not self._looking.done():
+            return ()
+        done, self._looking = self._looking, None
+        seen = done.result()
         self._trajectory = max([self._trajectory, *(one.number for one in seen)])
-        self._tell(
-            [
-                _message("trajectory", self._place, one.item.model_dump_json().encode())
-                for one in seen
-            ]
-        )
+        return seen
+
+    async def _tell(self, found: _Found) -> None:
+        """The step forward and the list of who is told of it are one: whoever comes later reads
+        from the new place on, and whoever was there is told.
+        """
+        listeners, self._place = tuple(self._listeners), found.place
+        kept, now = b"".join(found.kept), time.monotonic()
+        if kept or found.status:
+            tick = Tick(kept, found.status, kept + found.status)
+        elif now - self._told_at >= SILENT_S:
+            tick = Tick(ALIVE, b"", ALIVE)
+        else:
+            return
+        self._told_at = now
+        for number, listener in enumerate(listeners, 1):
+            listener.put(tick)
+            if number % AT_A_TIME == 0:
+                await asyncio.sleep(0)
 
     async def _read(self, after: Place, until: Place | None = None) -> tuple[Place, list[bytes]]:
         """What is behind `after`, and not behind `until`: that comes by the queue."""
@@ -262,12 +318,6 @@ class Hub:
             place = place._replace(step=int(line["step"]))
             messages.append(_message("step", place, msgspec.json.encode(line)))
         return place, messages
-
-    def _tell(self, messages: Sequence[bytes]) -> None:
-        if messages:
-            together = b"".join(messages)
-            for listener in self._listeners:
-                listener.put(together)
 
 
 def _order(event_id: str) -> tuple[int, int]:

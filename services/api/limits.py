@@ -11,14 +11,12 @@ refused before its body is read or its path is looked up.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
-from limits import RateLimitItemPerSecond
-from limits.storage import MemoryStorage
-from limits.strategies import FixedWindowRateLimiter
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 
 from leeway.services.api.auth import Scope as TokenScope
 from leeway.services.api.auth import Tokens
@@ -37,6 +35,27 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
+class Rate:
+    """Requests of each client in the second that is running, and none of those before.
+
+    Our own: the storage in memory of the library `limits` starts a thread for nearly every request.
+    """
+
+    def __init__(self, max_per_s: int) -> None:
+        self._max_per_s = max_per_s
+        self._second = 0
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def takes(self, client: str, kind: str) -> bool:
+        """Count one more; whether it is within the bound."""
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._counts = second, {}
+        count = self._counts.get((client, kind), 0) + 1
+        self._counts[client, kind] = count
+        return count <= self._max_per_s
+
+
 class Gate:
     """ASGI middleware. `tokens` None lets everybody in, with the control scope."""
 
@@ -45,24 +64,24 @@ class Gate:
         self._tokens = tokens
         self._host = config.host
         self._max_body_bytes = int(config.max_body_bytes)
-        self._rate = RateLimitItemPerSecond(config.max_requests_per_s)
-        self._limiter = FixedWindowRateLimiter(MemoryStorage())
+        self._max_per_s = config.max_requests_per_s
+        self._rate = Rate(config.max_requests_per_s)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _is_guarded(scope["path"]):
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
-        authorization = request.headers.get("authorization")
+        headers, method = Headers(scope=scope), scope["method"]
+        authorization = headers.get("authorization")
         found = "control" if self._tokens is None else self._tokens.scope_of(authorization)
         client = scope["client"][0] if scope.get("client") else "unknown"
-        if not self._limiter.hit(self._rate, client, found or "no token"):
-            detail = f"more than {self._rate.amount} requests a second (api.max_requests_per_s)"
+        if not self._rate.takes(client, found or "no token"):
+            detail = f"more than {self._max_per_s} requests a second (api.max_requests_per_s)"
             await problem(429, detail, {"Retry-After": "1"})(scope, receive, send)
             return
         wrong = None
         if self._tokens is None:
-            wrong = complaint(request.method, request.headers, self._host)
+            wrong = complaint(method, headers, self._host)
         if wrong is not None:
             title = "Another site may not do this"
             await problem(403, wrong, title=title)(scope, receive, send)
@@ -72,17 +91,16 @@ class Gate:
             detail = f"the header Authorization: Bearer TOKEN {what}"
             await problem(401, detail, _CHALLENGE)(scope, receive, send)
             return
-        await self._let_in(found, request, receive, _scoped(send, found))
+        if found == "read" and method not in READING:
+            detail = "this token may read; what changes the run needs the control token"
+            await problem(403, detail)(scope, receive, _scoped(send, found))
+            return
+        await self._let_in(scope, headers, receive, _scoped(send, found))
 
     async def _let_in(
-        self, found: TokenScope, request: Request, receive: Receive, send: Send
+        self, scope: MutableMapping[str, Any], headers: Headers, receive: Receive, send: Send
     ) -> None:
-        scope = request.scope
-        if found == "read" and request.method not in READING:
-            detail = "this token may read; what changes the run needs the control token"
-            await problem(403, detail)(scope, receive, send)
-            return
-        length = request.headers.get("content-length", "0")
+        length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._max_body_bytes:
             await self._refuse_body(scope, receive, send)
             return

@@ -1,5 +1,7 @@
 """Bodies of the REST answers: the base, the status, probes and errors. The other resources are in
-resources.py. `Status` mirrors snapshot.Snapshot; a test compares fields.
+resources.py.
+
+`Status` is also what `leeway train` and `leeway status` draw; snapshot.py builds it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 class Answer(BaseModel):
     """Base of every body: read from attributes; docstrings become descriptions in openapi.json."""
 
-    model_config = ConfigDict(from_attributes=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        from_attributes=True,
+        use_attribute_docstrings=True,
+        # What has a default is there all the same.
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class Health(Answer):
@@ -26,58 +33,58 @@ class Health(Answer):
 class Run(Answer):
     """Where the run stands."""
 
-    name: str
-    phase: str
+    name: str = "run"
+    phase: str = "starting"
     """What the run is doing: starting, evaluating, training, and so on."""
-    elapsed_s: float
+    elapsed_s: float = 0.0
     """Seconds since the run started."""
-    step: int
+    step: int = 0
     """Optimizer steps done."""
-    num_steps: int | None
+    num_steps: int | None = None
     """Optimizer steps of the whole run; null until the learner said so."""
-    policy_version: int | None
+    policy_version: int | None = None
     """Newest policy version the learner made."""
-    last_event: str | None
+    last_event: str | None = None
 
 
 class Engine(Answer):
     """One engine."""
 
     engine_id: str
-    version: int | None
+    version: int | None = None
     """Policy version it samples from."""
-    pause_ms: float | None
+    pause_ms: float | None = None
     """Milliseconds for which its last publish stopped generation."""
-    transfer_ms: float | None
+    transfer_ms: float | None = None
     """Milliseconds its last publish took to arrive, while it generated."""
-    tokens_per_s: float | None
+    tokens_per_s: float | None = None
 
 
 class Learning(Answer):
     """The last optimizer step; null before the first."""
 
-    reward: float | None
-    exact_match: float | None
-    entropy: float | None
-    kl: float | None
+    reward: float | None = None
+    exact_match: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
     """KL (k3) to the policies that sampled the tokens."""
-    grad_norm: float | None
-    clip_fraction: float | None
+    grad_norm: float | None = None
+    clip_fraction: float | None = None
     """Share of trained tokens that were clipped."""
-    clip_bias_norm: float | None
+    clip_bias_norm: float | None = None
     """||C||, the norm of what the clip removed from the gradient."""
-    tokens_per_s: float | None
+    tokens_per_s: float | None = None
     """Tokens trained per second."""
 
 
 class Staleness(Answer):
     """Staleness of the last batch, in policy versions."""
 
-    mean: float | None
-    max: int | None
-    max_seen: int | None
+    mean: float | None = None
+    max: int | None = None
+    max_seen: int | None = None
     """Largest of the whole run."""
-    bound: int | None
+    bound: int | None = None
     """replay.max_staleness."""
 
 
@@ -140,38 +147,39 @@ class Replay(Answer):
 
 
 class Waits(Answer):
-    """Who waits for whom, as shares of the time."""
+    """Who waits for whom, as shares of the last half minute or so."""
 
-    learner_for_data: float | None
-    rollouts_for_room: float | None
+    learner_for_data: float | None = None
+    rollouts_for_room: float | None = None
     """Mean over rollout workers."""
-    sentence: str
-    """The same in words; empty while nothing is known."""
-    refusal: str | None
+    sentence: str = ""
+    """`learner waits for rollouts 41 %`; empty while nothing is known."""
+    refusal: str | None = None
     """Why the last request for slots came back empty."""
 
 
 class Eval(Answer):
     """Held-out exact match."""
 
-    before: float | None
-    latest: float | None
-    latest_step: int | None
+    before: float | None = None
+    latest: float | None = None
+    latest_step: int | None = None
     """Optimizer step after which `latest` was measured."""
 
 
 class Status(Answer):
     """A run at one moment."""
 
-    run: Run
-    engines: list[Engine]
-    generated_tokens_per_s: float | None
+    run: Run = Run()
+    engines: list[Engine] = []
+    generated_tokens_per_s: float | None = None
     """Tokens generated per second, over all engines."""
-    learning: Learning
-    staleness: Staleness
-    replay: Replay | None
-    waits: Waits
-    eval: Eval
+    learning: Learning = Learning()
+    staleness: Staleness = Staleness()
+    replay: Replay | None = None
+    """Null while Redis has not answered yet."""
+    waits: Waits = Waits()
+    eval: Eval = Eval()
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the run, without secrets."""
 

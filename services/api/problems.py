@@ -50,6 +50,18 @@ TITLES: Final[dict[int, str]] = {
 }
 
 
+_DETAILS: Final[dict[int, str]] = {
+    401: "the header Authorization: Bearer TOKEN is missing",
+    403: "this token may read; what changes the run needs the control token",
+    409: "the run is in phase starting; the learner takes requests up in training",
+    413: "a body may have 16777216 bytes (api.max_body_bytes)",
+    422: "query.limit: Input should be less than or equal to 1000",
+    429: "more than 500 requests a second (api.max_requests_per_s)",
+    503: "Redis gave no answer within 5 s",
+}
+"""Examples."""
+
+
 class InvalidRequest(LeewayError):
     """What a request says cannot be. The message is for who sent it."""
 
@@ -78,10 +90,18 @@ def problem(
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route that may give these errors."""
-    reference = {"schema": {"$ref": "#/components/schemas/Problem"}}
     return {
-        status: {"description": TITLES[status], "content": {MEDIA_TYPE: reference}}
+        status: {"description": TITLES[status], "content": {MEDIA_TYPE: _shown(status)}}
         for status in statuses
+    }
+
+
+def _shown(status: int) -> dict[str, Any]:
+    example = {"type": "about:blank", "title": TITLES[status], "status": status}
+    detail = _DETAILS.get(status, "GET /v1/status: what went wrong, and what to do")
+    return {
+        "schema": {"$ref": "#/components/schemas/Problem"},
+        "example": {**example, "detail": detail},
     }
 
 

@@ -6,11 +6,15 @@ import logging
 import os
 import signal
 import time
-from typing import Final
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
 
-import uvicorn
+from fastapi import FastAPI
 
-from leeway.services.api.app import address_of, connect_app, listen, server_settings
+from leeway.replay.board import RunBoard
+from leeway.replay.vigil import Vigil
+from leeway.services.api.app import Server, address_of, connect_app, listen, server_settings
 from leeway.services.api.auth import FILE, tokens_of
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory, RunState
@@ -28,6 +32,7 @@ def serve_api(config: RunConfig, run: RunDirectory) -> int:
     """
     tokens, are_new = tokens_of(run.root) if config.api.auth else (None, False)
     app = connect_app(redis_url_of(config), run.root, config, tokens)
+    _keep_vigil(app, redis_url_of(config), run.root.name)
     listener = listen(config.api.host, config.api.port)
     address = address_of(config.api.host, listener.getsockname()[1])
     _write_state(config, run, address)
@@ -39,8 +44,26 @@ def serve_api(config: RunConfig, run: RunDirectory) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it has ended, for the handler that was here before.
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(server_settings(app, GRACE_S)).run(sockets=[listener])
+    Server(server_settings(app, GRACE_S)).run(sockets=[listener])
     return 0
+
+
+def _keep_vigil(app: FastAPI, url: str, name: str) -> None:
+    """For as long as the application lives, in its loop."""
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def watched(app: FastAPI) -> AsyncIterator[Any]:
+        board = RunBoard(url, name)
+        vigil = Vigil(board, "api")
+        try:
+            async with lifespan(app) as state:
+                yield state
+        finally:
+            await vigil.end()
+            await board.close()
+
+    app.router.lifespan_context = watched
 
 
 def _write_state(config: RunConfig, run: RunDirectory, address: str) -> None:

@@ -1,7 +1,8 @@
 """One look at the run for all who ask within a moment: sections, buffer, phase, newest event.
 
-Two hundred requests a second cost one read of Redis every REFRESH_S. Who comes while one is under
-way waits for that one.
+Two hundred requests a second cost one read of Redis every AHEAD_S. It begins before the last look
+is too old, so nobody waits for it while they keep coming, unless Redis is slow. Who comes when the
+last look is too old waits for the read that is under way.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
-import msgspec
-
 from leeway.replay.errors import StoreUnavailable
 from leeway.replay.store import ReplayStats
-from leeway.services.snapshot import Section, Snapshot, build_snapshot, gathered
+from leeway.services.api.models import Status
+from leeway.services.api.tags import tag_of
+from leeway.services.snapshot import Section, build_snapshot, gathered
 
-REFRESH_S: Final = 0.25
+REFRESH_S: Final = 0.5
 """How old a look may be."""
+AHEAD_S: Final = 0.25
+"""Who asks when it is older than this begins a read, and does not wait for it."""
 ANSWER_TIMEOUT_S: Final = 5.0
 """Seconds Redis may take before a request is answered with 503."""
 
@@ -69,9 +72,11 @@ class Look(NamedTuple):
     """Those of workers and engines brought together, the silent ones left out."""
     stats: ReplayStats
     phase: str | None
-    snapshot: Snapshot
+    snapshot: Status
     body: bytes
     """Of GET /v1/status."""
+    tag: str
+    """Its ETag."""
 
     def section(self, name: str) -> Section:
         """Empty where nobody has written it yet."""
@@ -103,13 +108,31 @@ class Reader:
         """A look of at most `max_age_s`, REFRESH_S unless told. Raises StoreUnavailable when Redis
         gives no answer within ANSWER_TIMEOUT_S.
         """
-        age_s = REFRESH_S if max_age_s is None else max_age_s
-        if self._last is not None and time.monotonic() - self._last.taken_at <= age_s:
-            return self._last
+        last = self.fresh(max_age_s)
+        if last is not None:
+            return last
+        # Who asks may go away; the others still wait for the same read.
+        return await asyncio.shield(self._begin())
+
+    def fresh(self, max_age_s: float | None = None) -> Look | None:
+        """The last look, if it is not older than that; the next one may begin."""
+        last = self._last
+        if last is None:
+            return None
+        age_s = time.monotonic() - last.taken_at
+        if age_s > (REFRESH_S if max_age_s is None else max_age_s):
+            return None
+        if age_s > AHEAD_S:
+            self._begin()
+        return last
+
+    def _begin(self) -> asyncio.Task[Look]:
+        """The read that is under way."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read())
-        # Who asks may go away; the others still wait for the same read.
-        return await asyncio.shield(self._reading)
+            # Maybe nobody waits for it; whoever comes when the last look is too old reads anew.
+            self._reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return self._reading
 
     async def close(self) -> None:
         """End a read that is under way."""
@@ -130,8 +153,10 @@ class Reader:
         if phase is not None:
             sections.setdefault("run", {})["phase"] = phase
         snapshot = build_snapshot(sections, stats, last_event=events[-1].text if events else None)
-        body = msgspec.json.encode({**msgspec.structs.asdict(snapshot), "config": self._summary})
+        snapshot.config = self._summary
+        body = snapshot.model_dump_json().encode()
         members = gathered(sections, time.time())
-        self._last = Look(taken_at, sections, members, stats, phase, snapshot, body)
+        tag = tag_of(body)
+        self._last = Look(taken_at, sections, members, stats, phase, snapshot, body, tag)
         self.has_answered = True
         return self._last

@@ -177,6 +177,21 @@ class ReplayDetail(Replay):
     num_leases_expired: int
 
 
+class Evaluation(Answer):
+    """One held-out evaluation."""
+
+    step: int
+    """Optimizer step after which it was made; 0: before training."""
+    exact_match: float
+
+
+class EvalDetail(Eval):
+    """Held-out exact match."""
+
+    history: list[Evaluation]
+    """Every evaluation of the run, by step."""
+
+
 class LearnerDetail(Answer):
     """The learner after its last step."""
 
@@ -188,7 +203,7 @@ class LearnerDetail(Answer):
     """Share of the last ten steps' time spent waiting for data."""
     learning: Learning
     staleness: Staleness
-    eval: Eval
+    eval: EvalDetail
     metrics: dict[str, float]
     """Every metric of the last step; docs/metrics.md lists them."""
     updated_at: float | None
@@ -272,6 +287,13 @@ class SettingInfo(Answer):
     value: float
     started_with: float
     """Its value in the run's configuration."""
+    minimum: float | None
+    """Of its values by itself; null: no bound. Other settings may narrow it further."""
+    maximum: float | None
+    is_minimum_allowed: bool
+    """False: the value must be above `minimum`."""
+    is_whole: bool
+    """Only whole numbers."""
     applied_by: Literal["learner", "rollout"]
     text: str
     """What it does."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-from fastapi import Request, Response
 
 from leeway.replay.board import EngineRecord
 from leeway.replay.errors import LeewayError
@@ -74,13 +71,3 @@ class Served:
                 await self.board.append_event(kind, text)
         except LeewayError as error:
             log.warning("no event tells that %s: %s", text, error)
-
-
-def answer(request: Request, body: bytes) -> Response:
-    """JSON with an ETag; 304 to who has it already."""
-    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    known = [given.strip() for given in request.headers.get("if-none-match", "").split(",")]
-    if tag in known or "*" in known:
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type="application/json")

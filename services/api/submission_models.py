@@ -95,7 +95,7 @@ class SentTrajectory(Sent):
 class GroupSubmission(Sent):
     """The sibling trajectories of one question, for one slot."""
 
-    schema_version: Literal[3] = SCHEMA_VERSION
+    schema_version: int = Field(default=SCHEMA_VERSION, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
     """The one that POST /v1/slots names."""
     ticket: str = Field(min_length=1, max_length=1000)
     """Of the slot."""

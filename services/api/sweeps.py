@@ -15,13 +15,15 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Query
 
 from leeway.replay.errors import DataError
+from leeway.services.api.examples import example
 from leeway.services.api.models import Answer
+from leeway.services.api.resources import Page
 from leeway.services.experiments.sweep_folder import SweepFolder, SweepState
 from leeway.services.experiments.sweep_report import Findings, findings
 from leeway.services.experiments.sweep_rows import Row, row_of, select_current
 
 MAX_ROWS: Final = 1000
-_NAME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}")
+_NAME: Final = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}$")
 
 
 class SweepStatus(Answer):
@@ -62,6 +64,22 @@ class SweepVerdict(Answer):
     sentence: str
 
 
+class SweepPoint(Answer):
+    """The seeds of one series at one staleness: a point of score against staleness."""
+
+    series: str
+    staleness: float | None
+    """Realised, in policy versions, mean over seeds; null where every run failed at once."""
+    mean: float | None
+    """Held-out exact match, mean over the runs that have a score; null where none has."""
+    low: float | None
+    high: float | None
+    """95 % interval of the mean by Student's t; null below two scores."""
+    num_arms: int
+    num_failed: int
+    num_collapsed: int
+
+
 class SweepDetail(Answer):
     """A sweep and what it says so far."""
 
@@ -72,6 +90,8 @@ class SweepDetail(Answer):
     """Share of the on-policy score that counts as kept."""
     verdicts: list[SweepVerdict]
     """Empty before the first run has ended."""
+    points: list[SweepPoint]
+    """By series in the order of the grid, then by staleness."""
 
 
 class SweepRow(Answer):
@@ -117,44 +137,42 @@ class SweepRow(Answer):
     think_tokens_last: float | None
 
 
-class SweepRows(Answer):
-    """A page of rows, by name of the run."""
-
-    rows: list[SweepRow]
-    next_cursor: str | None
-    """`cursor` of the next page; null on the last."""
-
-
 def sweeps_router(folder: Path) -> APIRouter:
     """Routes over the sweeps in `folder`, which need not exist yet. They only read files."""
     router = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
 
-    @router.get("")
-    def sweeps() -> list[SweepStatus]:
-        """Every sweep, the last changed first."""
-        found = [_status(sweep) for sweep in _all(folder)]
-        return sorted(found, key=lambda status: -status.updated_at)
+    @router.get("", responses=example("sweeps"))
+    def sweeps(
+        cursor: Annotated[str | None, Query(pattern=_NAME.pattern)] = None,
+        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    ) -> Page[SweepStatus]:
+        """Every sweep, the last changed first; those behind the one named `cursor`."""
+        found = sorted(map(_status, _all(folder)), key=lambda status: -status.updated_at)
+        names = [status.name for status in found]
+        left = found[names.index(cursor) + 1 :] if cursor in names else found
+        return Page(items=left[:limit], next=left[limit - 1].name if len(left) > limit else None)
 
-    @router.get("/{name}")
+    @router.get("/{name}", responses=example("sweep"))
     def sweep(name: str) -> SweepDetail:
         """One sweep, and what it says so far."""
         sweep = _one(folder, name)
         plan = sweep.read_plan()
         found = _findings(sweep)
-        verdicts = [] if found is None else list(found.verdicts)
+        verdicts, cells = ([], []) if found is None else (found.verdicts, found.cells)
         return SweepDetail(
             status=_status(sweep),
             mode=str(plan["mode"]),
             retention=float(plan["retention"]),
             verdicts=[SweepVerdict.model_validate(verdict) for verdict in verdicts],
+            points=[SweepPoint.model_validate(cell) for cell in cells],
         )
 
-    @router.get("/{name}/rows")
+    @router.get("/{name}/rows", responses=example("rows"))
     def rows(
         name: str,
         cursor: Annotated[str | None, Query(max_length=200)] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
-    ) -> SweepRows:
+    ) -> Page[SweepRow]:
         """The runs that have ended, by name, behind `cursor`."""
         sweep = _one(folder, name)
         found = [row_of(result) for result in select_current(sweep.results(), sweep.read_grid())]
@@ -163,14 +181,14 @@ def sweeps_router(folder: Path) -> APIRouter:
     return router
 
 
-def _page(rows: list[Row], cursor: str | None, limit: int) -> SweepRows:
+def _page(rows: list[Row], cursor: str | None, limit: int) -> Page[SweepRow]:
     """Names are the cursor: a run that ends meanwhile moves none that was shown."""
     left = [row for row in rows if cursor is None or row.arm > cursor]
     shown = left[:limit]
     more = len(left) > limit
-    return SweepRows(
-        rows=[SweepRow.model_validate(row) for row in shown],
-        next_cursor=shown[-1].arm if more else None,
+    return Page(
+        items=[SweepRow.model_validate(row) for row in shown],
+        next=shown[-1].arm if more else None,
     )
 
 

@@ -2,19 +2,27 @@
 
 Three processes beside Redis: a training loop (api_training.py), the API as `leeway api` serves it,
 and who asks it (api_load.py): 200 requests a second of `/v1/status` and 500 listeners of
-`/v1/events`. Windows without anybody who asks, in which the API does nothing, and windows under
-load take turns. Each loaded window is held against the two beside it, and the cost is the median.
-Who asks takes part of the machine too, and that is not left out: without a core to spare for it,
-the cost is mostly its own.
+`/v1/events`. Windows without an API and windows with one under that load take turns, and each of
+the latter is held against the two beside it:
+
+    steps a second   |  without  |  with  |  without  |  with  |  without  |
+
+Without an API means that its process is stopped (SIGSTOP): it takes no processor time, and asks
+nothing of Redis. Who asks takes processor time of its own, which is no cost of the API: on a run
+worth watching they sit at other machines. So in the windows without an API the same process takes
+as much of a core as it took before, in slices as short. All else counts as cost: what the API
+computes and what Redis computes for it, cold caches, and steps that wait for a core.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,16 +30,17 @@ from typing import Any, Final, NamedTuple
 from leeway.replay.errors import WaitTimeout
 from leeway.replay.server import EmbeddedRedis
 from leeway.services.api.auth import tokens_of
-from leeway.services.bench.api_load import Window, run_load
+from leeway.services.bench.api_load import SETTLE_S, Answers, Ask, Burn, run_load
 from leeway.services.bench.api_training import run_training
+from leeway.services.bench.loop_lag import percentile_ms
 from leeway.services.bench.result import BenchResult
 
 PER_SECOND: Final = 200
 NUM_LISTENERS: Final = 500
 RUN: Final = "bench"
 START_S: Final = 120.0
-TAIL_S: Final = 2.0
-"""The load goes on for so long after the training loop's window."""
+MARGIN_S: Final = 0.2
+"""Asking begins SETTLE_S before the window of the training loop, and ends so long after it."""
 
 
 class Plan(NamedTuple):
@@ -75,6 +84,17 @@ class Worker:
             self.process.kill()
             self.process.join(10)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """As if it were not there."""
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
 
 def serve(pipe: Any, url: str, directory: str) -> None:
     """The API in a process of its own; sends its port, ends when the pipe says so."""
@@ -92,14 +112,78 @@ def serve(pipe: Any, url: str, directory: str) -> None:
     stop()
 
 
+class Pair(NamedTuple):
+    """A window with the API under load, and the two beside it."""
+
+    steps_without: float
+    """Steps a second, mean of the two."""
+    steps_with: float
+    cpu_share: float
+    """Of one core that the API's process took under load."""
+    answers: Answers
+
+    @property
+    def cost(self) -> float:
+        """Share of the training loop's speed; 100 and 99 steps a second -> 0.01."""
+        return 1 - self.steps_with / self.steps_without
+
+
+class Bench:
+    """The three processes."""
+
+    def __init__(self, training: Worker, api: Worker, load: Worker, seconds: float) -> None:
+        self._training = training
+        self._api = api
+        self._load = load
+        self._seconds = seconds
+        self._share = 0.0
+        """Of a core that who asks took in the last window."""
+
+    def measure(self, num_pairs: int) -> list[Pair]:
+        """Windows in turn; the first under load tells how much of a core asking takes."""
+        self._with()
+        pairs: list[Pair] = []
+        before = self._without()
+        for _ in range(num_pairs):
+            steps, cpu_share, answers = self._with()
+            after = self._without()
+            pairs.append(Pair((before + after) / 2, steps, cpu_share, answers))
+            before = after
+        return pairs
+
+    def _with(self) -> tuple[float, float, Answers]:
+        self._load.order(Ask(SETTLE_S + self._seconds + MARGIN_S))
+        time.sleep(SETTLE_S)
+        cpu_s, began = self._cpu_s(), time.monotonic()
+        steps = self._steps_per_s()
+        cpu_share = (self._cpu_s() - cpu_s) / (time.monotonic() - began)
+        answers: Answers = self._load.result(self._seconds + START_S)
+        self._share = answers.share
+        return steps, cpu_share, answers
+
+    def _without(self) -> float:
+        with self._api.stopped():
+            self._load.order(Burn(self._seconds, self._share))
+            steps = self._steps_per_s()
+            self._load.result(self._seconds + START_S)
+        return steps
+
+    def _steps_per_s(self) -> float:
+        self._training.order(self._seconds)
+        return self._training.result(self._seconds + START_S)
+
+    def _cpu_s(self) -> float:
+        self._api.order("cpu")
+        return self._api.result(START_S)
+
+
 def run(*, quick: bool) -> BenchResult:
     """Measure."""
-    plan = Plan(2, 4.0) if quick else Plan(8, 10.0)
+    plan = Plan(8, 1.5) if quick else Plan(40, 3.0)
     with tempfile.TemporaryDirectory() as folder, _processes(Path(folder)) as (training, api, load):
-        training.order(2.0)  # what is loaded once is loaded now
+        training.order(1.0)  # what is loaded once is loaded now
         training.result(START_S)
-        pairs = _measure(training, api, load, plan)
-    return _result(pairs)
+        return _result(Bench(training, api, load, plan.seconds).measure(plan.num_pairs))
 
 
 @contextmanager
@@ -114,6 +198,7 @@ def _processes(folder: Path) -> Iterator[tuple[Worker, Worker, Worker]]:
         workers.append(Worker(serve, redis.url, str(directory)))
         port = workers[1].result(START_S)
         workers.append(Worker(run_load, port, tokens.read, PER_SECOND, NUM_LISTENERS))
+        assert workers[2].result(START_S) == "open"
         yield workers[0], workers[1], workers[2]
     finally:
         for worker in reversed(workers):
@@ -121,85 +206,56 @@ def _processes(folder: Path) -> Iterator[tuple[Worker, Worker, Worker]]:
         redis.stop()
 
 
-class Pair(NamedTuple):
-    """A window under load, and the two beside it."""
+def cost_of(costs: Sequence[float]) -> tuple[float, float]:
+    """The median, and its standard error: 1.2533 * standard deviation / square root of the number.
 
-    steps_alone: float
-    """Steps a second without load, mean of the two."""
-    steps_loaded: float
-    cpu_share: float
-    """Of one core that the API's process took under load."""
-    window: Window
-
-    @property
-    def cost(self) -> float:
-        """Share of the training loop's speed; 100 and 99 steps a second -> 0.01."""
-        return 1 - self.steps_loaded / self.steps_alone
-
-
-def _measure(training: Worker, api: Worker, load: Worker, plan: Plan) -> list[Pair]:
-    pairs: list[Pair] = []
-    before = _steps_per_s(training, plan.seconds)
-    for _ in range(plan.num_pairs):
-        load.order(plan.seconds + TAIL_S)
-        load.result(START_S)  # its streams are open
-        cpu_s, began = _cpu_s(api), time.monotonic()
-        loaded = _steps_per_s(training, plan.seconds)
-        cpu_share = (_cpu_s(api) - cpu_s) / (time.monotonic() - began)
-        window = load.result(plan.seconds + START_S)
-        after = _steps_per_s(training, plan.seconds)
-        pairs.append(Pair((before + after) / 2, loaded, cpu_share, window))
-        before = after
-    return pairs
-
-
-def _steps_per_s(training: Worker, seconds: float) -> float:
-    training.order(seconds)
-    return training.result(seconds + START_S)
-
-
-def _cpu_s(api: Worker) -> float:
-    api.order("cpu")
-    return api.result(START_S)
+    [0.0, 0.01, 0.02] -> 0.01 and 1.2533 * 0.01 / 1.7321 = 0.0072. Windows are short and a machine
+    has hiccups, so a mean would be the hiccup's.
+    """
+    error = 1.2533 * statistics.stdev(costs) / len(costs) ** 0.5
+    return statistics.median(costs), error
 
 
 def _result(pairs: list[Pair]) -> BenchResult:
-    p99_ms = statistics.median(pair.window.p99_ms for pair in pairs)
-    cost = statistics.median(pair.cost for pair in pairs)
-    listeners = min(pair.window.num_listeners for pair in pairs)
+    seconds = [one for pair in pairs for one in pair.answers.seconds]
+    cost, error = cost_of([pair.cost for pair in pairs])
     rows = [
         (
             f"{number}",
-            f"{pair.steps_alone:.1f}",
-            f"{pair.steps_loaded:.1f}",
+            f"{pair.steps_without:.1f}",
+            f"{pair.steps_with:.1f}",
             f"{pair.cost:.1%}",
-            f"{pair.window.p50_ms:.1f}",
-            f"{pair.window.p99_ms:.1f}",
-            f"{pair.window.num_listeners}",
-            f"{pair.cpu_share:.0%}",
+            f"{percentile_ms(pair.answers.seconds, 0.5):.1f}",
+            f"{percentile_ms(pair.answers.seconds, 0.99):.1f}",
+            f"{pair.answers.num_listeners}",
+            f"{pair.cpu_share:.1%}",
+            f"{pair.answers.share:.1%}",
         )
         for number, pair in enumerate(pairs, 1)
     ]
     columns = (
         "window",
-        "steps/s alone",
-        "steps/s with load",
+        "steps/s without API",
+        "with API and load",
         "cost",
         "p50 ms",
         "p99 ms",
         "listeners",
         "API's share of a core",
+        "asker's",
     )
     return BenchResult(
         name="api",
         columns=columns,
         rows=tuple(rows),
         keys={
-            "status_p99_ms": round(p99_ms, 2),
-            "sse_listeners": listeners,
+            "status_p99_ms": round(percentile_ms(seconds, 0.99), 2),
+            "sse_listeners": min(pair.answers.num_listeners for pair in pairs),
             "cost_share": round(cost, 4),
+            "cost_share_error": round(error, 4),
             "requests_per_s": PER_SECOND,
-            "num_refused": sum(pair.window.num_refused for pair in pairs),
-            "api_cpu_share": round(statistics.median(pair.cpu_share for pair in pairs), 3),
+            "num_refused": sum(pair.answers.num_refused for pair in pairs),
+            "api_cpu_share": round(statistics.median(pair.cpu_share for pair in pairs), 4),
+            "asker_cpu_share": round(statistics.median(pair.answers.share for pair in pairs), 4),
         },
     )

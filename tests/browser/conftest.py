@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,11 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 
+from leeway.replay.server import EmbeddedRedis
 from leeway.services.api.app import serve_in_thread
 from leeway.services.api.dashboard import add_dashboard
+
+from .site import QUESTION_ID, TURNS, Site
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_MS = 15_000
 """Longest wait for something to show on the page."""
+RUNS = count()
+
+NewSite = Callable[..., Awaitable[Site]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -111,3 +118,38 @@ def static_files() -> list[Path]:
     from leeway.services.api.dashboard import STATIC
 
     return sorted(f for f in STATIC.rglob("*") if f.is_file() and "vendor" not in f.parts)
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new_site(redis_url: str, tmp_path: Path) -> AsyncIterator[NewSite]:
+    """Makes runs that have just started; ends them."""
+    sites: list[Site] = []
+
+    async def make(port: int = 0) -> Site:
+        sites.append(Site(tmp_path, redis_url, f"run-{next(RUNS)}", port))
+        await sites[-1].begin()
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        await site.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def site(new_site: NewSite) -> Site:
+    """A run at step 2."""
+    site = await new_site()
+    await site.set_phase("training")
+    await site.note("run", "started")
+    await site.report_engine("engine-1", version=1)
+    await site.report_worker(wait_share=0.71)
+    await site.learn(1, reward=0.25)
+    await site.learn(2, reward=0.5)
+    await site.play(QUESTION_ID, TURNS)
+    return site

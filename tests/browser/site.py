@@ -28,6 +28,16 @@ TurnText = tuple[Action, str, str]
 READ_TOKEN: Final = "read-token-of-a-test"
 CONTROL_TOKEN: Final = "control-token-of-a-test"
 CONFIG: Final = load(None, ["learner.num_steps=60", "replay.max_staleness=4"])
+QUESTION, QUESTION_ID = "In what year was Alvar Aalto born?", "rf-0"
+HOSTILE = "<img src=x onerror=alert(1)> 1898"
+TURNS: list[TurnText] = [
+    (
+        "search",
+        "<think>look him up</think><search>Alvar Aalto</search>",
+        f'\n<information>\nDoc 1: "Alvar Aalto" {HOSTILE}\n</information>\n',
+    ),
+    ("answer", "<think>found it</think><answer>1898</answer>", ""),
+]
 
 
 class Site:
@@ -83,6 +93,11 @@ class Site:
         await self._board.put("learner", {**section, "idle_share": 0.02})
         await self._board.append_step(line)
 
+    async def evaluate(self, scores: Mapping[int, float]) -> None:
+        """Held-out exact match by step; the one at 0 is before training."""
+        entries = [{"step": n, "scores": {"exact_match": score}} for n, score in scores.items()]
+        await self._board.put("eval", {"before": entries[0], "history": entries[1:]})
+
     async def report_engine(self, engine_id: str, version: int) -> None:
         numbers = {"pause_ms": 12.0, "transfer_ms": 345.0, "tokens_per_s": 498.0}
         await self._board.put(f"policy:{engine_id}", {"version": version, **numbers})
@@ -101,6 +116,24 @@ class Site:
 
     async def admission_is_paused(self) -> bool:
         return (await self._replay.stats()).admission_paused
+
+    @property
+    def sweeps(self) -> Path:
+        """Where the API looks for sweeps."""
+        return self._folder.parent / "sweeps"
+
+    async def settings(self) -> dict[str, float]:
+        """What has been changed."""
+        return dict((await self._board.settings()).values)
+
+    async def change_settings(self, values: Mapping[str, float]) -> None:
+        """Somebody else changes them."""
+        assert await self._board.change_settings(values, await self._board.settings())
+
+    async def apply_settings(self, revision: int) -> None:
+        """Learner and worker go by a change."""
+        await self._board.put("learner", {"step": 2, "version": 2, "settings_revision": revision})
+        await self._board.put("rollout:worker-0", {"settings_revision": revision})
 
     async def requests(self) -> set[str]:
         """What the learner has been asked to do."""

@@ -3,118 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import pytest_asyncio
 
 from leeway.replay.server import EmbeddedRedis
 
-from .conftest import WAIT_MS, opened
-from .site import Site, TurnText
+from .conftest import opened
+from .looking import PHONE, looking, shows, state, tile, until
+from .site import HOSTILE, QUESTION, TURNS, Site
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from playwright.async_api import Browser, Page
+    from playwright.async_api import Browser
 
-    from .conftest import Seen
+    from .conftest import NewSite
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-QUESTION, QUESTION_ID = "In what year was Alvar Aalto born?", "rf-0"
 OTHER_QUESTION, OTHER_ID = "In what year was Kareem Abdul-Jabbar born?", "rf-4"
-HOSTILE = "<img src=x onerror=alert(1)> 1898"
-TURNS: list[TurnText] = [
-    (
-        "search",
-        "<think>look him up</think><search>Alvar Aalto</search>",
-        f'\n<information>\nDoc 1: "Alvar Aalto" {HOSTILE}\n</information>\n',
-    ),
-    ("answer", "<think>found it</think><answer>1898</answer>", ""),
-]
-RUNS = count()
-PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
-VIOLATIONS = """
-window.violations = [];
-addEventListener('securitypolicyviolation', event =>
-  window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
-"""
-
-
-NewSite = Callable[..., Awaitable[Site]]
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
-        yield server.url
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def new_site(redis_url: str, tmp_path: Path) -> AsyncIterator[NewSite]:
-    """Makes runs that have just started; ends them."""
-    sites: list[Site] = []
-
-    async def make(port: int = 0) -> Site:
-        sites.append(Site(tmp_path, redis_url, f"run-{next(RUNS)}", port))
-        await sites[-1].begin()
-        return sites[-1]
-
-    yield make
-    for site in sites:
-        await site.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def site(new_site: NewSite) -> Site:
-    """A run at step 2."""
-    site = await new_site()
-    await site.set_phase("training")
-    await site.note("run", "started")
-    await site.report_engine("engine-1", version=1)
-    await site.report_worker(wait_share=0.71)
-    await site.learn(1, reward=0.25)
-    await site.learn(2, reward=0.5)
-    await site.play(QUESTION_ID, TURNS)
-    return site
-
-
-@asynccontextmanager
-async def looking(
-    browser: Browser, site: Site, *, token: str | None = None, **context: Any
-) -> AsyncIterator[tuple[Page, Seen]]:
-    """The page, live."""
-    async with opened(
-        browser, f"{site.url}/#token={token or site.read_token}", init=VIOLATIONS, **context
-    ) as (page, seen):
-        await state(page, "live")
-        yield page, seen
-
-
-async def state(page: Page, name: str) -> None:
-    await page.locator(f"#connection[data-state='{name}']").wait_for()
-
-
-async def tile(page: Page, label: str) -> str:
-    row = page.locator("#tiles .tile", has=page.locator(f"dt:text-is('{label}')"))
-    return await row.locator("dd").inner_text()
-
-
-async def until(page: Page, expression: str) -> None:
-    """Wait until it is true. Playwright's own wait_for_function needs what the policy refuses."""
-    async with asyncio.timeout(WAIT_MS / 1000):
-        while not await page.evaluate(expression):
-            await asyncio.sleep(0.05)
-
-
-async def shows(page: Page, selector: str, text: str) -> None:
-    """Wait until an element that the selector finds contains the text."""
-    await page.locator(selector, has_text=text).first.wait_for()
 
 
 # --- a live run ---
@@ -148,6 +56,21 @@ async def test_a_chart_tells_the_step_that_is_pointed_at(browser: Browser, site:
         plot = page.locator("#charts .u-over").first
         await plot.hover(position={"x": 3, "y": 40})
         await shows(page, "#charts .legend", "reward 0.250")
+
+
+async def test_held_out_scores_from_before_the_page_was_opened_are_drawn(
+    browser: Browser, site: Site
+):
+    await site.learn(3, reward=0.75)
+    await site.evaluate({0: 0.25, 1: 0.375, 3: 0.5})
+    async with looking(browser, site) as (page, _):
+        await shows(page, "#charts .legend", "held out 0.500")
+        await page.locator("#charts .u-over").first.hover(position={"x": 3, "y": 40})
+        await shows(page, "#charts .legend", "held out 0.375")
+        await page.reload()
+        await state(page, "live")
+        await page.locator("#charts .u-over").first.hover(position={"x": 3, "y": 40})
+        await shows(page, "#charts .legend", "held out 0.375")
 
 
 async def test_the_share_of_each_staleness_is_told(browser: Browser, site: Site):

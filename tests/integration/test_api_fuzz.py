@@ -1,5 +1,8 @@
 """The API under requests that nobody would send, drawn from its own openapi.json and beside it: no
 5xx, no answer that the document does not name, and no memory that grows.
+
+Half of the requests name what there is: a trajectory of one of several groups, a run, a sweep, the
+ticket of a slot. Names drawn at random never do, and would end at "there is no such thing".
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.generation import GenerationMode
@@ -25,13 +29,19 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from leeway.actors.config import model_dir
+from leeway.actors.tokens import Tokens
 from leeway.replay.archive_buffer import OpenBuffer
 from leeway.replay.board import EngineRecord, RunBoard
+from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
+from leeway.replay.sharded_store import connect_replay
+from leeway.replay.synthetic import build_group
 from leeway.services.api.app import create_app, serve_in_thread
 from leeway.services.api.auth import tokens_of
 from leeway.services.config import load
 from leeway.services.processes.joining import JOINED
+from tests.unit.sweep_results import arm, leave
 
 load_all_checks()
 CHECKS = [
@@ -41,6 +51,8 @@ CHECKS = [
     response_schema_conformance,
 ]
 NUM_EXAMPLES = 25
+NUM_GROUPS = 6
+ARMS = [(lag, seed) for lag in (0, 2) for seed in (0, 1)]
 NUM_MALFORMED = 10_000
 MAX_GROWTH_BYTES = 8 * 2**20
 
@@ -50,7 +62,8 @@ class Live(NamedTuple):
 
     address: str
     headers: dict[str, str]
-    schema: dict[str, Any]
+    known: dict[str, list[str]]
+    """What there is, by the name of the parameter or key that asks for it."""
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +88,51 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         tokens=tokens,
     )
     asyncio.run(_begin(redis.url, run))
+    leave(run.parent / "sweeps" / "lags", [arm(lag=lag, seed=seed) for lag, seed in ARMS])
+    leave(run.parent / "sweeps" / "begun", [])
     address, stop = serve_in_thread(app, "127.0.0.1", 0)
-    yield Live(address, {"authorization": f"Bearer {tokens.control}"}, app.openapi())
+    headers = {"authorization": f"Bearer {tokens.control}"}
+    yield Live(address, headers, _known(address, headers))
     stop()
     redis.stop()
 
 
 async def _begin(url: str, run: Path) -> None:
+    config = load(None)
+    replay = connect_replay(url, run.name, config.replay)
+    num_known = Tokens.load(model_dir(config.model)).vocab_size
+    for seed, slot in enumerate(await replay.admit(NUM_GROUPS, PolicyVersion(0), 30.0)):
+        group = build_group(slot, None, config.rollout.group_size, 64, seed=seed)
+        for trajectory in group.trajectories:
+            trajectory.token_ids[:] %= num_known
+        await replay.add(slot, group)
+    await replay.close()
     board = RunBoard(url, run.name)
     await board.set_phase("training")
     await board.put("run", {"name": run.name, "num_steps": 10, "bound": 4})
     await board.put("policy", {"engine-1": {"version": 0}})
+    await board.put("eval", {"before": {"step": 0, "scores": {"exact_match": 0.31}}})
     await board.put(JOINED, {"version": 0})
-    await board.append_step({"step": 1, "reward_mean": 0.5})
+    for step in range(1, 8):
+        await board.append_step({"step": step, "reward_mean": 0.5})
     await board.append_event("run", "started")
     await board.close()
+
+
+def _known(address: str, headers: dict[str, str]) -> dict[str, list[str]]:
+    with httpx.Client(base_url=f"{address}/v1", headers=headers, timeout=60) as api:
+        played = api.get("trajectories?limit=200").json()["items"]
+        tickets = [one["ticket"] for one in api.post("slots", json={"num": 2}).json()["items"]]
+        api.post("control/checkpoint?wait_s=0")
+    assert len({one["group_id"] for one in played}) == NUM_GROUPS
+    assert len(tickets) == 2
+    return {
+        "trajectory_id": [one["trajectory_id"] for one in played],
+        "name": ["lags", "begun", "fuzzed"],
+        "action": ["checkpoint"],
+        "ticket": tickets,
+        "cursor": ["1", "lags", "fuzzed", "grpo-lag2-seed0"],
+    }
 
 
 def _operations() -> list[Any]:
@@ -108,7 +151,7 @@ def _operations() -> list[Any]:
 def test_no_request_gets_a_5xx_or_an_undocumented_answer(
     operation: Any, mode: GenerationMode, live: Live
 ):
-    @given(case=operation.as_strategy(generation_mode=mode))
+    @given(case=operation.as_strategy(generation_mode=mode), place=st.integers(0, 2**16))
     @settings(
         max_examples=NUM_EXAMPLES,
         deadline=None,
@@ -116,8 +159,10 @@ def test_no_request_gets_a_5xx_or_an_undocumented_answer(
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    def send(case: Any) -> None:
+    def send(case: Any, place: int) -> None:
         _wait_for_nothing(case)
+        if place % 2:
+            _name_what_there_is(case, live.known, place // 2)
         response = case.call(base_url=live.address, headers=live.headers)
         case.validate_response(response, checks=CHECKS, headers=live.headers)
 
@@ -131,6 +176,13 @@ def test_no_request_gets_a_5xx_or_an_undocumented_answer(
 def _has_input(operation: Any) -> bool:
     parts = (operation.path_parameters, operation.query, operation.headers, operation.body)
     return any(len(list(part)) for part in parts)
+
+
+def _name_what_there_is(case: Any, known: dict[str, list[str]], place: int) -> None:
+    parts = (case.path_parameters, case.query, case.body)
+    for part in (part for part in parts if isinstance(part, dict)):
+        for name in part.keys() & known.keys():
+            part[name] = known[name][place % len(known[name])]
 
 
 def _wait_for_nothing(case: Any) -> None:

@@ -119,8 +119,8 @@ def test_a_changed_learning_rate_is_that_of_the_next_step(live: Live):
     live.until(lambda: live.get("settings")["is_applied"])
     assert live.get("settings")["applied"] == {"learner": revision, "worker-0": revision}
     step = live.get("status")["run"]["step"]
-    live.until(lambda: live.get(f"learner/steps?after={step + 1}")["items"])
-    [line] = live.get(f"learner/steps?after={step + 1}&limit=1")["items"]
+    live.until(lambda: live.get(f"learner/steps?cursor={step + 1}")["items"])
+    [line] = live.get(f"learner/steps?cursor={step + 1}&limit=1")["items"]
     assert line["learning_rate"] == pytest.approx(0.000025)
 
 

@@ -6,15 +6,16 @@ import asyncio
 import os
 import socket
 import stat
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
 
 from leeway.replay.board import EngineRecord
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
@@ -23,11 +24,10 @@ from leeway.replay.run_records import ControlRequest, LiveSettings
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import ReplayStats
 from leeway.services.api import app as api
-from leeway.services.api import models, reader
+from leeway.services.api import limits, models, reader
 from leeway.services.api.auth import FILE, Tokens, tokens_of
-from leeway.services.api.routes import health
+from leeway.services.api.routes import events, health
 from leeway.services.config import RunConfig, load
-from leeway.services.snapshot import Snapshot
 
 TOKENS = Tokens("read-token-0123456789", "control-token-0123456789")
 STATS = ReplayStats(
@@ -149,13 +149,13 @@ class FakeReplay:
 
     def __init__(self, error: Exception | None = None, delay_s: float = 0.0) -> None:
         self._error = error
-        self._delay_s = delay_s
+        self.delay_s = delay_s
         self.num_asked = 0
         self.paused: list[bool] = []
 
     async def stats(self) -> ReplayStats:
         self.num_asked += 1
-        await asyncio.sleep(self._delay_s)
+        await asyncio.sleep(self.delay_s)
         if self._error is not None:
             raise self._error
         return STATS
@@ -302,21 +302,30 @@ def test_tokens_that_protect_nothing_are_refused(
         tokens_of(tmp_path, given)
 
 
-async def test_the_sixth_request_of_a_second_is_refused_where_five_are_allowed():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The seconds that the limits see."""
+    seconds = [5.9]
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    yield seconds
+
+
+async def test_the_sixth_request_of_a_second_is_refused_where_five_are_allowed(clock: list[float]):
     app = build(config=load(None, ["api.max_requests_per_s=5"]))
-    statuses = [(await ask(app, "/v1/status")).status_code for _ in range(11)]
-    # A second may end in between, but never two.
-    assert statuses[:5] == [200] * 5
-    assert 429 in statuses
-    refused = await ask(app, "/livez")
-    assert refused.status_code == 200
+    statuses = [(await ask(app, "/v1/status")).status_code for _ in range(6)]
+    assert statuses == [200] * 5 + [429]
+    assert (await ask(app, "/livez")).status_code == 200
+    clock[0] = 6.0
+    assert (await ask(app, "/v1/status")).status_code == 200
 
 
-async def test_a_flood_without_a_token_does_not_lock_out_who_has_one():
+async def test_a_flood_without_a_token_does_not_lock_out_who_has_one(clock: list[float]):
     app = build(tokens=TOKENS, config=load(None, ["api.max_requests_per_s=1"]))
     flood = [(await ask(app, "/v1/status")).status_code for _ in range(4)]
-    assert set(flood) == {401, 429}
-    assert (await ask(app, "/v1/status", headers=bearer(TOKENS.read))).status_code == 200
+    assert flood == [401, 429, 429, 429]
+    headers = bearer(TOKENS.read)
+    assert (await ask(app, "/v1/status", headers=headers)).status_code == 200
+    assert (await ask(app, "/v1/status", headers=headers)).status_code == 429
 
 
 @pytest.mark.parametrize(
@@ -386,6 +395,16 @@ async def test_a_body_above_the_limit_is_413(is_chunked: bool):
     assert "1024 bytes" in answer.json()["detail"]
 
 
+def scope_of(path: str) -> Any:
+    """What a server hands to the application for a GET."""
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "scheme": "http",
+        "server": ("localhost", 80), "root_path": "",
+    }  # fmt: skip
+
+
 async def test_a_client_that_is_gone_before_the_stream_begins_is_no_listener():
     app = build()
 
@@ -395,48 +414,44 @@ async def test_a_client_that_is_gone_before_the_stream_begins_is_no_listener():
     async def sent(message: Any) -> None:
         await asyncio.sleep(0)
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-        "method": "GET", "path": "/v1/events", "raw_path": b"/v1/events", "query_string": b"",
-        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "scheme": "http",
-        "server": ("localhost", 80), "root_path": "",
-    }  # fmt: skip
-    async with asyncio.timeout(5):
-        await app(scope, gone, sent)  # pyright: ignore[reportArgumentType]
+    async with asyncio.timeout(60):
+        await app(scope_of("/v1/events"), gone, sent)
     assert app.state.hub.num_listeners == 0
+
+
+async def test_a_client_that_takes_nothing_is_no_listener_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(events, "SEND_TIMEOUT_S", 0.05)
+    app, sent = build(), list[Any]()
+
+    async def there() -> Any:
+        await asyncio.sleep(3600)
+
+    async def full(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(3600)
+
+    async with asyncio.timeout(60):
+        await app(scope_of("/v1/events"), there, full)
+    assert app.state.hub.num_listeners == 0
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+async def test_a_stream_whose_time_is_up_is_ended_as_answers_are():
+    answer = await ask(build(), "/v1/events?wait_s=0")
+    assert answer.text.startswith("retry: 2000\n\nid: 5-0.7\nevent: status\n")
 
 
 # --- the status ---------------------------------------------------------------------------------
 
 
-async def test_the_status_reads_back_as_the_snapshot_it_was_made_from():
+async def test_the_status_reads_back_as_what_it_was_made_from():
     answer = await ask(build(), "/v1/status")
-    snapshot = msgspec.json.decode(answer.content, type=Snapshot)
-    assert snapshot.learning.reward == 0.5
-    assert snapshot.generated_tokens_per_s == 3000.0
-    assert models.Status.model_validate_json(answer.content).config == {"objective": "so-grpo"}
-
-
-def test_the_status_model_has_the_fields_of_the_snapshot():
-    for struct, model in _pairs(Snapshot, models.Status):
-        extra = {"config"} if model is models.Status else set()
-        fields = {field.name for field in msgspec.structs.fields(struct)}
-        assert set(model.model_fields) - extra == fields, model.__name__
-
-
-def _pairs(
-    struct: type[msgspec.Struct], model: type[BaseModel]
-) -> list[tuple[type[msgspec.Struct], type[BaseModel]]]:
-    found: list[tuple[type[msgspec.Struct], type[BaseModel]]] = [(struct, model)]
-    for field in msgspec.structs.fields(struct):
-        inner = [field.type, *getattr(field.type, "__args__", ())]
-        answer = model.model_fields[field.name].annotation
-        answers = [answer, *getattr(answer, "__args__", ())]
-        for kind in inner:
-            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-                other = next(a for a in answers if isinstance(a, type) and issubclass(a, BaseModel))
-                found.append((kind, other))
-    return found
+    status = models.Status.model_validate_json(answer.content)
+    assert (status.learning.reward, status.generated_tokens_per_s) == (0.5, 3000.0)
+    assert status.config == {"objective": "so-grpo"}
 
 
 async def test_two_hundred_at_once_cost_one_read_of_redis():
@@ -445,6 +460,43 @@ async def test_two_hundred_at_once_cost_one_read_of_redis():
     answers = await asyncio.gather(*(ask(app, "/v1/status") for _ in range(200)))
     assert {answer.status_code for answer in answers} == {200}
     assert replay.num_asked == 1
+
+
+async def test_a_fresh_status_is_told_without_the_router_and_counted_as_its_route(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    app = build(tokens=TOKENS)
+    first = await ask(app, "/v1/status", headers=bearer(TOKENS.read))
+
+    async def broken(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(app.router, "middleware_stack", broken)
+    again = await ask(app, "/v1/status", headers=bearer(TOKENS.read))
+    assert (again.content, again.headers) == (first.content, first.headers)
+    headers = {**bearer(TOKENS.read), "if-none-match": first.headers["etag"]}
+    assert (await ask(app, "/v1/status", headers=headers)).status_code == 304
+    assert (await ask(app, "/v1/status")).status_code == 401
+    monkeypatch.undo()
+    text = (await ask(app, "/metrics", headers=bearer(TOKENS.read))).text
+    counted = [line for line in text.splitlines() if 'route="/v1/status"' in line]
+    totals = [line for line in counted if line.startswith("leeway_api_requests_total")]
+    assert [line.split()[-1] for line in totals if 'status="200"' in line] == ["2.0"]
+    assert [line.split()[-1] for line in totals if 'status="304"' in line] == ["1.0"]
+
+
+async def test_who_keeps_asking_does_not_wait_for_redis(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "AHEAD_S", -1.0)
+    monkeypatch.setattr(reader, "REFRESH_S", 3600.0)
+    replay = FakeReplay()
+    app = build(replay)
+    await ask(app, "/v1/status")
+    replay.delay_s = 3600
+    for _ in range(3):
+        assert (await ask(app, "/v1/status")).status_code == 200
+    await asyncio.sleep(0.01)
+    assert replay.num_asked == 2  # the one under way serves all who come meanwhile
+    await app.state.reader.close()
 
 
 async def test_after_a_moment_redis_is_read_again(monkeypatch: pytest.MonkeyPatch):
@@ -456,13 +508,30 @@ async def test_after_a_moment_redis_is_read_again(monkeypatch: pytest.MonkeyPatc
     assert replay.num_asked == 3
 
 
-async def test_who_has_the_answer_already_gets_304():
-    app = build()
-    first = await ask(app, "/v1/policy")
-    again = await ask(app, "/v1/policy", headers={"if-none-match": first.headers["etag"]})
+@pytest.mark.parametrize(
+    "path",
+    ["status", "runs", "runs/demo", "rollouts", "policy", "replay", "learner", "learner/steps",
+     "trajectories", "control/drain", "sweeps", "openapi.json"],
+)  # fmt: skip
+async def test_who_has_the_answer_already_gets_304(path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "REFRESH_S", 3600.0)
+    monkeypatch.setattr(reader, "AHEAD_S", 3600.0)
+    board = FakeBoard(SECTIONS)
+    await board.ask("drain", "", 1.0)
+    app = build(board=board)
+    first = await ask(app, f"/v1/{path}")
+    assert first.status_code == 200
+    again = await ask(app, f"/v1/{path}", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
-    other = await ask(app, "/v1/policy", headers={"if-none-match": '"else"'})
-    assert other.status_code == 200
+    assert again.headers["etag"] == first.headers["etag"]
+    for given, status in (('"else"', 200), (f'"else", {first.headers["etag"]}', 304), ("*", 304)):
+        answer = await ask(app, f"/v1/{path}", headers={"if-none-match": given})
+        assert answer.status_code == status
+
+
+async def test_a_change_is_never_answered_as_unchanged():
+    answer = await ask(build(), "/v1/control/pause", "POST", headers={"if-none-match": "*"})
+    assert (answer.status_code, "etag" in answer.headers) == (200, False)
 
 
 # --- the parts ----------------------------------------------------------------------------------
@@ -504,9 +573,21 @@ async def test_the_buffer_tells_its_wait_split_and_staleness():
 
 async def test_steps_are_read_page_by_page():
     app = build()
-    page = (await ask(app, "/v1/learner/steps?after=2&limit=3")).json()
-    assert [line["step"] for line in page["items"]] == [3, 4, 5]
-    assert (await ask(app, "/v1/learner/steps?after=7")).json()["items"] == []
+    found, cursor = list[int](), "2"
+    for _ in range(2):
+        page = (await ask(app, f"/v1/learner/steps?cursor={cursor}&limit=3")).json()
+        found += [line["step"] for line in page["items"]]
+        cursor = page["next"]
+    assert (found, cursor) == ([3, 4, 5, 6, 7], None)
+    assert (await ask(app, "/v1/learner/steps?cursor=7")).json() == {"items": [], "next": None}
+
+
+async def test_every_held_out_evaluation_is_told_by_step():
+    learner = (await ask(build(), "/v1/learner")).json()
+    assert learner["eval"]["history"] == [
+        {"step": 0, "exact_match": 0.31}, {"step": 5, "exact_match": 0.8},
+    ]  # fmt: skip
+    assert (learner["eval"]["before"], learner["eval"]["latest"]) == (0.31, 0.8)
 
 
 # --- probes -------------------------------------------------------------------------------------
@@ -747,6 +828,20 @@ def test_a_served_app_answers_on_a_free_port_and_closes_its_clients_when_it_ends
     assert board.is_closed
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{address}/livez", timeout=1)
+
+
+def test_a_server_that_is_told_to_end_ends_the_streams_and_waits_for_none():
+    address, stop = api.serve_in_thread(build(), "127.0.0.1", 0)
+    with httpx.stream("GET", f"{address}/v1/events", timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "retry: 2000"
+        threading.Thread(target=stop).start()
+        assert any(line == "event: status" for line in lines)  # and no error: the answer is whole
+
+
+def test_who_connects_before_the_server_runs_waits_for_it():
+    with api.listen("127.0.0.1", 0) as listener:
+        socket.create_connection(listener.getsockname(), timeout=60).close()
 
 
 def test_a_taken_port_is_named():

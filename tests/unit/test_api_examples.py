@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from leeway.services.api import models, resources, submission_models
+from leeway.services.api import models, resources, submission_models, sweeps
 from leeway.services.api.app import create_app
-from leeway.services.api.examples import EXAMPLES
+from leeway.services.api.examples import EXAMPLES, SENT
 from leeway.services.config import load
 
 MODELS: dict[str, type[BaseModel]] = {
@@ -30,6 +30,17 @@ MODELS: dict[str, type[BaseModel]] = {
     "slots": submission_models.Slots,
     "returned": submission_models.SlotReturned,
     "group": submission_models.GroupAnswer,
+    "sweeps": resources.Page[sweeps.SweepStatus],
+    "sweep": sweeps.SweepDetail,
+    "rows": resources.Page[sweeps.SweepRow],
+    "ok": models.Health,
+    "not-ready": models.Health,
+}
+SENT_MODELS: dict[str, type[BaseModel]] = {
+    "slots": submission_models.SlotRequest,
+    "returned": submission_models.SlotReturn,
+    "settings": resources.SettingsChange,
+    "group": submission_models.GroupSubmission,
 }
 
 
@@ -60,14 +71,50 @@ def operations(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def test_every_answer_of_v1_has_an_example(schema: dict[str, Any]):
+@pytest.mark.parametrize("name", SENT)
+def test_an_example_of_a_body_is_taken_and_says_all_that_may_be_said(name: str):
+    taken = SENT_MODELS[name].model_validate(SENT[name])
+    assert taken.model_dump(mode="json") == SENT[name]
+
+
+def test_every_answer_and_every_error_has_an_example(schema: dict[str, Any]):
     missing = [
-        name
+        f"{name} {status}"
         for name, operation in operations(schema)
-        if "/v1/" in name and "/v1/sweeps" not in name
-        if not any("example" in one for one in operation["responses"]["200"]["content"].values())
+        for status, answer in operation["responses"].items()
+        if status != "304" and not all("example" in one for one in answer["content"].values())
     ]
     assert missing == []
+
+
+def test_every_body_that_is_sent_has_an_example(schema: dict[str, Any]):
+    bodies = [o["requestBody"]["content"] for _, o in operations(schema) if "requestBody" in o]
+    assert len(bodies) == len(SENT)
+    assert all(body["application/json"]["examples"] for body in bodies)
+
+
+def test_what_is_polled_says_that_it_may_be_unchanged(schema: dict[str, Any]):
+    for name, operation in operations(schema):
+        is_json = "application/json" in operation["responses"]["200"].get("content", {})
+        is_polled = name.startswith("GET /v1/") and is_json
+        assert ("304" in operation["responses"]) == is_polled, name
+
+
+def test_every_list_is_read_on_in_the_same_way(schema: dict[str, Any]):
+    lists = [
+        (name, operation)
+        for name, operation in operations(schema)
+        if any(one["name"] == "limit" for one in operation.get("parameters", ()))
+    ]
+    assert [name for name, _ in lists] == [
+        "GET /v1/runs", "GET /v1/learner/steps", "GET /v1/trajectories", "GET /v1/sweeps",
+        "GET /v1/sweeps/{name}/rows",
+    ]  # fmt: skip
+    for name, operation in lists:
+        assert "cursor" in [one["name"] for one in operation["parameters"]], name
+        body = operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+        page = schema["components"]["schemas"][body.rpartition("/")[2]]
+        assert set(page["properties"]) == {"items", "next"}, name
 
 
 def test_every_route_says_what_it_does_and_which_errors_it_gives(schema: dict[str, Any]):

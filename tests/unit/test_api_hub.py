@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from leeway.replay.errors import DataError, StoreUnavailable
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.run_board import Event
 from leeway.services.api import hub
-from leeway.services.api.hub import ALIVE, MAX_BEHIND, Hub, Listener, Place, place_of
+from leeway.services.api.hub import ALIVE, MAX_BEHIND, Hub, Listener, Place, Tick, place_of
 from leeway.services.api.reader import Reader
 from leeway.services.api.recent import Seen
 from leeway.services.api.resources import TrajectoryItem
@@ -53,7 +54,7 @@ class Records:
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
-    monkeypatch.setattr(hub, "POLL_S", 0.01)
+    monkeypatch.setattr(hub, "TICK_S", 0.01)
     return Records()
 
 
@@ -81,10 +82,10 @@ def seen(number: int) -> Seen:
 
 
 async def until(listener: Listener, words: bytes) -> bytes:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
-            message = await listener.take(1.0)
-            assert message is not None
+            message = await listener.take()
+            assert message
             if words in message:
                 return message
 
@@ -118,7 +119,7 @@ async def test_from_an_id_on_what_was_missed_comes_first(records: Records):
 
 
 async def test_what_happens_meanwhile_comes_once(records: Records, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub, "POLL_S", 60.0)
+    monkeypatch.setattr(hub, "TICK_S", 60.0)
     shared = hub_of(records)
     async with shared.listen(None):
         records.num_events = 3
@@ -137,27 +138,21 @@ async def test_a_look_that_is_older_than_the_records_repeats_no_step(
         async def get_all(self) -> dict[str, dict[str, Any]]:
             return {"learner": {"step": self.step - 2, "version": 7}}
 
-    monkeypatch.setattr(hub, "STATUS_S", 0.0)
     late, found = Late(), b""
     async with hub_of(late).listen(None) as (_, listener):
         for step in (8, 9, 10):
             late.step = step
             found += await until(listener, b'{"step":%d}' % step)
-        await asyncio.sleep(0.1)
-        found += await listener.take(1.0) or b""
+        found += await until(listener, b"event: status")
     assert found.count(b'{"step":8}') == found.count(b'{"step":10}') == 1
 
 
-async def test_a_resumption_at_an_earlier_step_tells_the_steps_behind_it_anew(
-    records: Records, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(hub, "STATUS_S", 0.0)
+async def test_a_resumption_at_an_earlier_step_tells_the_steps_behind_it_anew(records: Records):
     async with hub_of(records).listen(None) as (_, listener):
         records.step = 8
         await until(listener, b'{"step":8}')
-        await asyncio.sleep(0.4)  # the status is read anew
         records.step = 5
-        await asyncio.sleep(0.6)
+        await until(listener, b'"step":5,')  # a status, that is: a look that shows it
         records.step = 8
         assert b'{"step":6}' in await until(listener, b'{"step":8}')
 
@@ -177,7 +172,7 @@ async def test_what_was_missed_is_read_page_by_page(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(hub, "AT_ONCE", 2)
-    monkeypatch.setattr(hub, "POLL_S", 60.0)
+    monkeypatch.setattr(hub, "TICK_S", 60.0)
     async with hub_of(records).listen(Place("2-0", 1)) as (pages, _):
         sizes = [len(_cut(page)) async for page in pages]
     # Steps 2 to 7, then the status.
@@ -194,7 +189,6 @@ async def test_a_place_beyond_what_there_is_counts_as_now(records: Records):
 async def test_an_error_beside_the_events_loses_none_of_them(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(hub, "STATUS_S", 0.0)
     records.errors = [StoreUnavailable("away")] * 3
     async with hub_of(records).listen(None) as (_, listener):
         records.num_events = 3
@@ -205,10 +199,9 @@ async def test_an_error_beside_the_events_loses_none_of_them(
 async def test_after_any_error_the_stream_goes_on(
     records: Records, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
-    monkeypatch.setattr(hub, "STATUS_S", 0.0)
     records.errors = [error]
     async with hub_of(records).listen(None) as (_, listener):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while records.errors:
                 await asyncio.sleep(0.01)
         records.num_events = 3
@@ -218,7 +211,6 @@ async def test_after_any_error_the_stream_goes_on(
 async def test_trajectories_are_told_from_the_moment_somebody_listens(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(hub, "STATUS_S", 0.0)
     async with hub_of(records).listen(None) as (_, listener):
         records.num_seen = 5
         first = await until(listener, b"event: trajectory")
@@ -257,15 +249,108 @@ async def test_nobody_reads_when_nobody_listens(records: Records):
     assert records.num_reads == before
 
 
+def tick(kept: bytes, status: bytes = b"") -> Tick:
+    return Tick(kept, status, kept + status)
+
+
 async def test_a_listener_that_is_too_far_behind_is_ended_after_what_it_was_sent():
     listener = Listener()
     for number in range(MAX_BEHIND + 5):
-        listener.put(b"%d " % number)
+        listener.put(tick(b"%d " % number))
     assert listener.has_ended
-    message = await listener.take(1.0)
-    assert message is not None and message.split()[-1] == b"%d" % (MAX_BEHIND - 1)
-    assert await listener.take(1.0) is None
+    assert (await listener.take()).split()[-1] == b"%d" % MAX_BEHIND
+    assert await listener.take() == b""
 
 
-async def test_silence_is_broken_by_a_comment():
-    assert await Listener().take(0.01) == ALIVE
+async def test_a_listener_is_ended_when_more_bytes_wait_than_it_may_keep(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(hub, "MAX_BEHIND_BYTES", 10)
+    listener = Listener()
+    listener.put(tick(b"0123456789", b"a status does not count"))
+    assert not listener.has_ended
+    listener.put(tick(b"a"))
+    assert listener.has_ended
+
+
+async def test_what_was_taken_does_not_count_as_behind(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "MAX_BEHIND_BYTES", 10)
+    listener = Listener()
+    for _ in range(MAX_BEHIND + 5):
+        listener.put(tick(b"0123456789"))
+        await listener.take()
+    assert not listener.has_ended
+
+
+async def test_of_a_status_not_yet_taken_the_newer_one_serves_and_no_event_is_lost():
+    listener = Listener()
+    for number in (b"1", b"2", b"3"):
+        listener.put(tick(b"event-%b " % number, b"status-%b " % number))
+    listener.put(tick(b"event-4 "))
+    assert await listener.take() == b"event-1 event-2 event-3 event-4 status-3 "
+
+
+async def test_all_that_one_look_found_is_one_message(records: Records):
+    async with hub_of(records).listen(None) as (_, listener):
+        records.num_events, records.step, records.num_seen = 3, 9, 4
+        message = await until(listener, b'"e3"')
+    kinds = [part.split(b"\n")[1] for part in _cut(message)]
+    assert kinds == [
+        b"event: event", b"event: step", b"event: step", b"event: trajectory", b"event: status",
+    ]  # fmt: skip
+
+
+async def test_of_many_trajectories_at_once_the_newest_twenty_are_told(records: Records):
+    async with hub_of(records).listen(None) as (_, listener):
+        records.num_seen = 103
+        message = await until(listener, b"event: trajectory")
+    assert message.count(b"event: trajectory") == 20
+    assert (b'"t83"' in message, b'"t84"' in message) == (False, True)
+
+
+async def test_between_slices_of_listeners_the_loop_turns(records: Records):
+    """Who asks something else meanwhile waits for AT_A_TIME listeners and not for all of them."""
+    shared = hub_of(records)
+    stack = [shared.listen(None) for _ in range(4 * hub.AT_A_TIME)]
+    listeners = [(await one.__aenter__())[1] for one in stack]
+    await until(listeners[-1], b"event: status")
+    told = [0]
+
+    async def watch() -> None:
+        while told[-1] < len(listeners):
+            told.append(sum(bool(one._waiting) for one in listeners))
+            await asyncio.sleep(0)
+
+    for one in listeners:
+        one._waiting.clear()
+    async with asyncio.timeout(60):
+        await watch()
+    assert max(after - before for before, after in itertools.pairwise(told)) <= hub.AT_A_TIME
+    for one in stack:
+        await one.__aexit__(None, None, None)
+
+
+async def test_silence_is_broken_by_a_comment(records: Records, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "SILENT_S", 0.05)
+    async with hub_of(records).listen(None) as (_, listener):
+        records.get_all = away  # pyright: ignore[reportAttributeAccessIssue]
+        await until(listener, ALIVE)
+
+
+async def away() -> dict[str, dict[str, Any]]:
+    raise StoreUnavailable("away")
+
+
+async def test_a_slow_look_for_trajectories_holds_up_nothing_else(records: Records):
+    began = asyncio.Event()
+
+    async def since(number: int) -> list[Seen]:
+        began.set()
+        await asyncio.sleep(3600)
+        return []
+
+    records.since = since  # pyright: ignore[reportAttributeAccessIssue]
+    async with hub_of(records).listen(None) as (_, listener):
+        await began.wait()
+        records.num_events = 3
+        await until(listener, b'"e3"')

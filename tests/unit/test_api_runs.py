@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from leeway.services.layout import RunDirectory, RunState
 
 from .test_api import SECTIONS, FakeBoard, ask, build
 
@@ -38,10 +35,3 @@ async def test_the_start_of_one_run_is_not_told_of_another(folder: Path):
 async def test_a_run_runs_while_its_processes_write(folder: Path, age_s: float, state: str):
     learner = {**SECTIONS["learner"], "updated_at": time.time() - age_s}
     assert (await run_of(folder, "demo", {**SECTIONS, "learner": learner}))["state"] == state
-
-
-async def test_a_run_whose_owner_serves_the_api_runs(folder: Path):
-    state = RunState(name="demo", started_at=5.0, pids={"train": os.getpid()})
-    RunDirectory(folder / "demo").write_state(state)
-    found = await run_of(folder, "demo", SECTIONS)
-    assert (found["state"], found["started_at"]) == ("running", 5.0)

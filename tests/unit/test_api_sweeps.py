@@ -37,6 +37,7 @@ def sweeps(tmp_path: Path) -> Path:
 async def test_every_sweep_is_listed_and_a_silent_one_is_interrupted(sweeps: Path):
     async with client(sweeps) as api:
         found = (await api.get("/v1/sweeps")).json()
+    found = found["items"]
     assert {one["name"]: one["phase"] for one in found} == {
         "begun": "stopped",
         "demo": "interrupted",
@@ -48,7 +49,16 @@ async def test_every_sweep_is_listed_and_a_silent_one_is_interrupted(sweeps: Pat
 async def test_a_folder_that_does_not_exist_holds_no_sweep(tmp_path: Path):
     async with client(tmp_path / "nowhere") as api:
         answer = await api.get("/v1/sweeps")
-    assert (answer.status_code, answer.json()) == (200, [])
+    assert (answer.status_code, answer.json()) == (200, {"items": [], "next": None})
+
+
+async def test_sweeps_come_in_pages_each_once(sweeps: Path):
+    async with client(sweeps) as api:
+        first = (await api.get("/v1/sweeps", params={"limit": 1})).json()
+        more = {"limit": 1, "cursor": first["next"]}
+        second = (await api.get("/v1/sweeps", params=more)).json()
+    assert {page["items"][0]["name"] for page in (first, second)} == {"begun", "demo"}
+    assert second["next"] is None
 
 
 async def test_one_sweep_says_what_it_has_found(sweeps: Path):
@@ -58,7 +68,16 @@ async def test_one_sweep_says_what_it_has_found(sweeps: Path):
     assert (found["mode"], found["retention"]) == ("exact", 0.95)
     assert found["verdicts"][0]["kept_staleness"] == 2.0
     assert "at every staleness tried" in found["verdicts"][0]["sentence"]
-    assert begun["verdicts"] == []
+    assert begun["verdicts"] == begun["points"] == []
+
+
+async def test_a_sweep_has_a_point_for_each_series_and_realised_staleness(sweeps: Path):
+    async with client(sweeps) as api:
+        points = (await api.get("/v1/sweeps/demo")).json()["points"]
+    shown = [(one["series"], one["staleness"], one["mean"], one["num_arms"]) for one in points]
+    # Behind the ramp of steps 0, 1, 2, 2 every token is two versions old.
+    assert shown == [("grpo", 0.0, 0.9, 2), ("grpo", 2.0, 0.9, 2)]
+    assert [one["num_failed"] for one in points] == [0, 0]
 
 
 async def test_rows_come_in_pages_each_once(sweeps: Path):
@@ -67,8 +86,8 @@ async def test_rows_come_in_pages_each_once(sweeps: Path):
         for _ in range(2):
             parameters = {"limit": 3} | ({"cursor": cursor} if cursor else {})
             page = (await api.get("/v1/sweeps/demo/rows", params=parameters)).json()
-            names += [row["arm"] for row in page["rows"]]
-            cursor = page["next_cursor"]
+            names += [row["arm"] for row in page["items"]]
+            cursor = page["next"]
     assert cursor is None
     assert len(names) == len(set(names)) == 4 and names == sorted(names)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from leeway.replay.config import ReplayConfig
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.store import Held, Waiting
 from leeway.services import cli, status_client
-from leeway.services.api.models import Status
+from leeway.services.api import models
 from leeway.services.config import load
 from leeway.services.layout import RunDirectory, RunState, create_run
 from leeway.services.snapshot import build_snapshot
@@ -127,7 +130,7 @@ def test_json_is_the_body_as_it_was_sent(run, api: Api):
 
 
 async def test_a_status_as_the_api_makes_it_is_read_whole():
-    """Its own model writes what a wait holds as an object, and numbers as keys of objects."""
+    """What a wait holds, and numbers as keys of objects."""
     held = Held("slot", 4, 31.0, 89.0)
     stats = msgspec.structs.replace(
         await MemoryReplay(ReplayConfig()).stats(),
@@ -137,9 +140,8 @@ async def test_a_status_as_the_api_makes_it_is_read_whole():
     )
     snapshot = build_snapshot({"run": {"name": "demo"}}, stats)
     assert snapshot.replay is not None
-    assert [wait.held for wait in snapshot.replay.waits] == [held]
-    sent = Status.model_validate(snapshot).model_dump_json()
-    assert status_client._heard(sent).snapshot == snapshot
+    assert [wait.held for wait in snapshot.replay.waits] == [models.Held.model_validate(held)]
+    assert status_client._heard(snapshot.model_dump_json()).snapshot == snapshot
 
 
 def test_without_a_run_it_says_what_to_name(run):
@@ -237,6 +239,35 @@ def test_watch_shows_each_step_and_goes_on_over_a_broken_stream(run, api: Api, l
     assert lines == [f"00:00 training step {step}/9" for step in (2, 3, 4)]
     assert '{"steps": 4}' in out
     assert err == ""
+
+
+def _on_a_terminal(*arguments: str) -> str:
+    """What `leeway` writes to a terminal."""
+    leader, follower = pty.openpty()
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "leeway.services.cli", *arguments],
+        stdin=follower, stdout=follower, stderr=follower,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
+    )  # fmt: skip
+    os.close(follower)
+    found = bytearray()
+    with suppress(OSError):  # EIO: it has closed its end
+        while piece := os.read(leader, 4096):
+            found += piece
+    os.close(leader)
+    assert ran.wait(60) == 0, found.decode()
+    return found.decode()
+
+
+def test_on_a_terminal_it_is_live_unless_told_otherwise(api: Api, live: RunDirectory):
+    api.streams = [event(2) + event(3)]
+    api.when_streams_end = lambda: live.summary.write_text('{"steps": 3}')
+    root = str(live.root.absolute())
+    assert '{"steps": 3}' not in _on_a_terminal("status", root, "--once")
+    assert '{"run":' in _on_a_terminal("status", root, "--json").replace(" ", "")
+    assert api.streams, "neither has listened"
+    assert '{"steps": 3}' in _on_a_terminal("status", root)
+    assert not api.streams
 
 
 def test_watch_with_json_is_a_line_for_each_state(run, api: Api, live: RunDirectory):

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 from fastapi import APIRouter, HTTPException, Path, Query, Response
 
 from leeway.replay.run_records import Action, ControlRequest
-from leeway.services.api.examples import example
+from leeway.services.api.examples import example, shown
 from leeway.services.api.problems import documented
 from leeway.services.api.reader import answer_deadline
 from leeway.services.api.resources import ControlAnswer
@@ -38,7 +38,11 @@ def control_router(served: Served) -> APIRouter:
     router = APIRouter(prefix="/v1/control", tags=["control"])
     accepted = {
         **example("control"),
-        202: {"model": ControlAnswer, "description": "Accepted; ask again for the answer"},
+        202: {
+            "model": ControlAnswer,
+            "description": "Accepted; ask again for the answer",
+            **shown("control"),
+        },
         **documented(409),
     }
 

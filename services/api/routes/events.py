@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Header, Query, Response
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from leeway.replay.errors import LeewayError
 from leeway.services.api.examples import example
-from leeway.services.api.hub import ALIVE, SILENT_S, Listener, place_of
+from leeway.services.api.hub import Listener, place_of
 from leeway.services.api.problems import problem
 from leeway.services.api.served import Served
 
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 RETRY_MS: Final = 2000
 """What a listener that lost its stream waits before it comes back."""
+SEND_TIMEOUT_S: Final = 30.0
+"""A listener that takes nothing for so long is ended."""
 _HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -47,41 +49,91 @@ def events_router(served: Served) -> APIRouter:
             return problem(429, detail, {"Retry-After": "10"})
         stack = AsyncExitStack()
         missed, listener = await stack.enter_async_context(served.hub.listen(place))
-        return _Events(_stream(missed, listener, wait_s), stack)
+        return _Events(missed, listener, wait_s, stack)
 
     return router
 
 
-class _Events(StreamingResponse):
-    """Lets go of its listener however it is left: a client may be gone before the first byte."""
+class _Events(Response):
+    """Sends what was missed, then what comes, until the client is gone or the listener ended. It
+    lets go of its listener however it is left: a client may be gone before the first byte.
 
-    def __init__(self, stream: AsyncIterator[bytes], listening: AsyncExitStack) -> None:
-        super().__init__(stream, headers=_HEADERS, media_type="text/event-stream")
+    No generator and no queue stands between a message and the socket: with hundreds of listeners
+    each step on the way counts.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        missed: AsyncIterator[bytes],
+        listener: Listener,
+        wait_s: float | None,
+        listening: AsyncExitStack,
+    ) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._missed = missed
+        self._listener = listener
+        self._wait_s = wait_s
         self._listening = listening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._listening:
-            await super().__call__(scope, receive, send)
+            sending = asyncio.create_task(self._send(send))
+            gone = asyncio.create_task(_gone(receive))
+            try:
+                await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                sending.cancel()
+                gone.cancel()
+                await asyncio.gather(sending, gone, return_exceptions=True)
+            if not sending.cancelled():
+                sending.result()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        ends_at = None if self._wait_s is None else asyncio.get_running_loop().time() + self._wait_s
+        try:
+            if await self._send_missed(send):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(ends_at):
+                        while message := await self._listener.take():
+                            await _put(send, message)
+        except _TakesNothing:
+            # Nothing can be said to it any more, not even that this is the end.
+            log.warning("a listener took nothing for %g s; its stream ends", SEND_TIMEOUT_S)
+            return
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_missed(self, send: Send) -> bool:
+        """Whether all of it was read."""
+        await _put(send, b"retry: %d\n\n" % RETRY_MS)
+        try:
+            async for page in self._missed:
+                await _put(send, page)
+        except LeewayError as error:
+            # The answer has begun, so its end is all that can be said; the listener comes back.
+            log.warning("a stream of events ends early: %s", error)
+            return False
+        return True
 
 
-async def _stream(
-    missed: AsyncIterator[bytes], listener: Listener, wait_s: float | None
-) -> AsyncIterator[bytes]:
-    ends_at = None if wait_s is None else time.monotonic() + wait_s
-    yield b"retry: %d\n\n" % RETRY_MS
+class _TakesNothing(Exception):
+    """The client of a stream does not read."""
+
+
+async def _put(send: Send, body: bytes) -> None:
+    """Waits until the client has taken what was sent before. Raises _TakesNothing."""
     try:
-        async for page in missed:
-            yield page
-    except LeewayError as error:
-        # The answer has begun, so its end is all that can be said; the listener comes back.
-        log.warning("a stream of events ends early: %s", error)
-        return
-    while True:
-        left_s = SILENT_S if ends_at is None else ends_at - time.monotonic()
-        if left_s <= 0:
-            return
-        message = await listener.take(min(SILENT_S, left_s))
-        if message is None:
-            return
-        if message is not ALIVE or left_s >= SILENT_S:
-            yield message
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    except TimeoutError:
+        raise _TakesNothing from None
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client is."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

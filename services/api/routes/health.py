@@ -10,6 +10,7 @@ from fastapi import APIRouter, Response
 
 from leeway.replay.board import EngineRecord
 from leeway.replay.errors import LeewayError
+from leeway.services.api.examples import example, shown
 from leeway.services.api.models import Health
 from leeway.services.api.reader import REFRESH_S, Look, answer_deadline
 from leeway.services.api.served import Served
@@ -25,10 +26,15 @@ def health_router(served: Served) -> APIRouter:
     router = APIRouter(tags=["probes"])
     readiness = Readiness(served)
     not_ready: dict[int | str, dict[str, Any]] = {
-        503: {"model": Health, "description": "Not ready, with the reasons"}
+        200: shown("ok"),
+        503: {
+            "model": Health,
+            "description": "Not ready, with the reasons",
+            **shown("not-ready"),
+        },
     }
 
-    @router.get("/livez")
+    @router.get("/livez", responses=example("ok"))
     async def livez() -> Health:
         """The process answers; says nothing about Redis, whose faults no restart of this heals."""
         return Health()

@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query
 
 from leeway.replay.chain import chain, seconds_by_side
 from leeway.services.api import resources
 from leeway.services.api.examples import example
-from leeway.services.api.models import Eval, Held, Learning, Staleness
-from leeway.services.api.models import Replay as ReplayModel
+from leeway.services.api.models import Held
 from leeway.services.api.reader import Look, answer_deadline
-from leeway.services.api.served import Served, answer
-from leeway.services.snapshot import Section
+from leeway.services.api.served import Served
+from leeway.services.snapshot import Section, evaluations, exact_match_of
 
 _PARTS = {"rollout": "rollouts", "learner": "the learner"}
 
@@ -24,46 +23,45 @@ def parts_router(served: Served) -> APIRouter:
     """`/v1/rollouts`, `/v1/policy`, `/v1/replay`, `/v1/learner` and its steps."""
     router = APIRouter(prefix="/v1", tags=["parts"])
 
-    @router.get("/rollouts", response_model=resources.Rollouts, responses=example("rollouts"))
-    async def rollouts(request: Request) -> Response:
+    @router.get("/rollouts", responses=example("rollouts"))
+    async def rollouts() -> resources.Rollouts:
         """Workers, what they play, how episodes ended, and what failed."""
-        return _sent(request, rollouts_of(await served.reader.look()))
+        return rollouts_of(await served.reader.look())
 
-    @router.get("/policy", response_model=resources.Policy, responses=example("policy"))
-    async def policy(request: Request) -> Response:
+    @router.get("/policy", responses=example("policy"))
+    async def policy() -> resources.Policy:
         """Versions live in each engine, and the last publishes."""
         look = await served.reader.look()
         async with answer_deadline():
             publishes = await served.board.publishes()
-        return _sent(request, policy_of(look, publishes))
+        return policy_of(look, publishes)
 
-    @router.get("/replay", response_model=resources.ReplayDetail, responses=example("replay"))
-    async def replay(request: Request) -> Response:
+    @router.get("/replay", responses=example("replay"))
+    async def replay() -> resources.ReplayDetail:
         """The buffer: what it holds, who waits for whom, what was dropped."""
         limits = served.config.replay.model_dump(mode="json", exclude={"url"})
-        return _sent(request, replay_of(await served.reader.look(), limits))
+        return replay_of(await served.reader.look(), limits)
 
-    @router.get("/learner", response_model=resources.LearnerDetail, responses=example("learner"))
-    async def learner(request: Request) -> Response:
+    @router.get("/learner", responses=example("learner"))
+    async def learner() -> resources.LearnerDetail:
         """The learner after its last step."""
-        return _sent(request, learner_of(await served.reader.look()))
+        return learner_of(await served.reader.look())
 
     @router.get("/learner/steps", responses=example("steps"))
     async def steps(
-        after: Annotated[int, Query(ge=0, le=10**9)] = 0,
+        cursor: Annotated[int, Query(ge=0, le=10**9)] = 0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> resources.Page[dict[str, Any]]:
-        """One record per optimizer step behind `after`, in order: the line of metrics.jsonl. The
-        newest 4096 are kept. To read on, pass the last step as `after`.
+        """One record per optimizer step behind step `cursor`, in order: the line of metrics.jsonl.
+        The newest 4096 are kept. Who has read to the end reads on later with the last step.
         """
         async with answer_deadline():
-            return resources.Page(items=await served.board.steps(after, limit))
+            found = await served.board.steps(cursor, limit + 1)
+        items = found[:limit]
+        following = str(items[-1]["step"]) if len(found) > limit else None
+        return resources.Page(items=items, next=following)
 
     return router
-
-
-def _sent(request: Request, body: resources.Answer) -> Response:
-    return answer(request, body.model_dump_json().encode())
 
 
 # ---- rollouts
@@ -184,9 +182,8 @@ def replay_of(look: Look, limits: Mapping[str, Any]) -> resources.ReplayDetail:
     histogram = look.section("totals").get("histograms", {}).get("staleness", {})
     bounds, counts = histogram.get("bounds", []), histogram.get("counts", [])
     assert look.snapshot.replay is not None, "a look holds the buffer's numbers"
-    of_status = ReplayModel.model_validate(look.snapshot.replay)
     return resources.ReplayDetail(
-        **dict(of_status),
+        **dict(look.snapshot.replay),
         size=stats.num_ready + stats.num_leased,
         learner_version=stats.learner_version,
         limiter=limiter_sentence(look),
@@ -248,9 +245,16 @@ def learner_of(look: Look) -> resources.LearnerDetail:
         version=run.policy_version,
         objective=look.section("run").get("objective"),
         idle_share=section.get("idle_share"),
-        learning=Learning.model_validate(look.snapshot.learning),
-        staleness=Staleness.model_validate(look.snapshot.staleness),
-        eval=Eval.model_validate(look.snapshot.eval),
+        learning=look.snapshot.learning,
+        staleness=look.snapshot.staleness,
+        eval=resources.EvalDetail(
+            **dict(look.snapshot.eval),
+            history=[
+                resources.Evaluation(step=entry["step"], exact_match=score)
+                for entry in evaluations(look.section("eval"))
+                if (score := exact_match_of(entry)) is not None
+            ],
+        ),
         metrics=metrics,
         updated_at=section.get("updated_at"),
         settings_revision=section.get("settings_revision", 0),

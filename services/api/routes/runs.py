@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,8 @@ from leeway.services.api.examples import example
 from leeway.services.api.models import Status
 from leeway.services.api.reader import Look
 from leeway.services.api.resources import Page, RunItem
-from leeway.services.api.served import Served, answer
+from leeway.services.api.served import Served
+from leeway.services.api.tags import answer
 from leeway.services.layout import RunDirectory
 from leeway.services.snapshot import SILENT_S
 
@@ -39,7 +39,7 @@ def runs_router(served: Served) -> APIRouter:
     async def status(request: Request) -> Response:
         """The run at this moment; at most a quarter of a second old."""
         look = await served.reader.look()
-        return answer(request, look.body)
+        return answer(request.headers, look.body, look.tag)
 
     @router.get("/runs", responses=example("runs"))
     async def runs(
@@ -95,9 +95,7 @@ def _item(served: Served, look: Look, name: str) -> RunItem:
     run = look.snapshot.run
     started_at = look.section("run").get("started_at") if is_current else None
     if is_current:
-        # The API of `leeway train` lives in the process that owns the run.
-        is_own = state is not None and state.pids.get("train") == os.getpid()
-        is_running = is_running or is_own or _is_alive(look)
+        is_running = is_running or _is_alive(look)
     return RunItem(
         name=name,
         is_current=is_current,

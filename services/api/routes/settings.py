@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Final
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from leeway.replay.run_records import LiveSettings
-from leeway.services.api.examples import example
+from leeway.services.api.examples import example, sent
 from leeway.services.api.problems import documented, validating
 from leeway.services.api.reader import Look, answer_deadline
 from leeway.services.api.resources import SettingInfo, Settings, SettingsChange
 from leeway.services.api.served import Served
 from leeway.services.config import RunConfig
-from leeway.services.live_settings import LIVE_KEYS, changed, text_of, value_of
+from leeway.services.live_settings import LIVE_KEYS, bounds_of, changed, text_of, value_of
 
 NUM_TRIES: Final = 10
 """How often a change is tried anew when somebody else was faster."""
@@ -35,7 +35,9 @@ def settings_router(served: Served) -> APIRouter:
         return settings_of(served.config, live, look)
 
     @router.patch("/settings", responses={**example("settings"), **documented(409, 412)})
-    async def change(request: Request, response: Response, body: SettingsChange) -> Settings:
+    async def change(
+        request: Request, response: Response, body: Annotated[SettingsChange, sent("settings")]
+    ) -> Settings:
         """Change some. The learner applies its own before its next step, the workers theirs within
         two seconds; read `applied` until `is_applied`. With `If-Match` (the ETag of the GET) it is
         refused where somebody else has changed them meanwhile.
@@ -92,6 +94,7 @@ def settings_of(config: RunConfig, live: LiveSettings, look: Look) -> Settings:
                 key=key,
                 value=live.values.get(key, value_of(config, key)),
                 started_with=value_of(config, key),
+                **bounds_of(key)._asdict(),
                 applied_by="learner" if key.startswith("learner.") else "rollout",
                 text=text_of(key),
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import lru_cache
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 from fastapi import APIRouter, HTTPException
@@ -19,7 +19,7 @@ from leeway.replay.bounds import check_fills
 from leeway.replay.errors import DataError, WaitTimeout
 from leeway.replay.schema import SCHEMA_VERSION, Group, GroupId, Trajectory, Turn, check_group
 from leeway.replay.store import Slot
-from leeway.services.api.examples import example
+from leeway.services.api.examples import example, sent
 from leeway.services.api.problems import documented, validating
 from leeway.services.api.reader import answer_deadline
 from leeway.services.api.served import Served
@@ -45,7 +45,7 @@ def submission_router(served: Served) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["submission"])
 
     @router.post("/slots", responses={**example("slots"), **documented(409)})
-    async def slots(body: SlotRequest) -> Slots:
+    async def slots(body: Annotated[SlotRequest, sent("slots")]) -> Slots:
         """Ask for slots. Each is permission for one group; it ends when it expires. 409 says which
         bound holds admission back.
         """
@@ -76,7 +76,7 @@ def submission_router(served: Served) -> APIRouter:
         )
 
     @router.post("/slots/return", responses={**example("returned"), **documented(409)})
-    async def give_back(body: SlotReturn) -> SlotReturned:
+    async def give_back(body: Annotated[SlotReturn, sent("returned")]) -> SlotReturned:
         """Give a slot back unfilled, so that another may have it before it expires."""
         slot = _slot_of(body.ticket, served)
         async with answer_deadline():
@@ -84,7 +84,7 @@ def submission_router(served: Served) -> APIRouter:
         return SlotReturned(slot_id=slot.slot_id, state="dropped")
 
     @router.post("/groups", responses={**example("group"), **documented(409)})
-    async def groups(body: GroupSubmission) -> GroupAnswer:
+    async def groups(body: Annotated[GroupSubmission, sent("group")]) -> GroupAnswer:
         """Fill a slot. Sent again, for an hour, it changes nothing and gets the same answer. 409:
         the slot has expired; ask for another.
         """

@@ -60,14 +60,36 @@ export class Client {
     return this.ask(path, {method: 'POST', headers, body: sent});
   }
 
+  /** GET v1/PATH with its ETag: {body, tag}. Throws ApiError. */
+  async getTagged(path) {
+    return tagged(await this.answer(path, {cache: 'no-cache'}));
+  }
+
+  /** PATCH v1/PATH, refused with 412 unless it still has `tag`: {body, tag}. Throws ApiError. */
+  async patch(path, body, tag) {
+    const headers = {'Content-Type': 'application/json', 'If-Match': tag};
+    return tagged(
+      await this.answer(path, {method: 'PATCH', headers, body: JSON.stringify(body)}),
+    );
+  }
+
   async ask(path, options) {
+    const answer = await this.answer(path, options);
+    return answer.status === 204 ? null : reached(answer.json());
+  }
+
+  async answer(path, options) {
     const signal = AbortSignal.timeout(ANSWER_TIMEOUT_MS);
     const headers = this.headers({Accept: 'application/json', ...options.headers});
     const answer = await reached(fetch(`v1/${path}`, {...options, headers, signal}));
     this.scope = answer.headers.get(SCOPE_HEADER) ?? this.scope;
     if (!answer.ok) throw await problemOf(answer);
-    return answer.status === 204 ? null : reached(answer.json());
+    return answer;
   }
+}
+
+async function tagged(answer) {
+  return {body: await reached(answer.json()), tag: answer.headers.get('ETag')};
 }
 
 /** What a request or the reading of its answer gives; an ApiError if nothing comes of it. */

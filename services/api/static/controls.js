@@ -107,7 +107,7 @@ export class Controls {
 const isOpen = ({state}) => state === 'waiting' || state === 'working';
 
 /** Ask in a dialog; the answer that changes nothing has the focus. */
-function confirmed({title, text, does, isDanger}) {
+export function confirmed({title, text, does, isDanger}) {
   const dialog = at('confirm-dialog');
   say(at('confirm-title'), title);
   say(at('confirm-text'), text);

@@ -8,7 +8,9 @@ import {duration} from './format.js';
 import {drawLoop} from './loop.js';
 import {showBuffer, showEngines, showProgress, showTiles, showWaits} from './overview.js';
 import {Session} from './session.js';
+import {Settings} from './settings.js';
 import {Store} from './store.js';
+import {Sweeps} from './sweeps.js';
 import {followTheme} from './theme.js';
 import {forgetToken, keepToken, readToken} from './token.js';
 import {Trajectories} from './trajectories.js';
@@ -19,6 +21,8 @@ const store = new Store();
 const panels = buildPanels();
 const trajectories = new Trajectories();
 const controls = new Controls();
+const settings = new Settings();
+const sweeps = new Sweeps();
 let lastId = '';
 let session = null;
 let isDrawing = false;
@@ -58,17 +62,26 @@ async function load(client) {
   // The run went back to a checkpoint while nobody looked: read all steps again.
   if (store.lastStep?.step > status.run.step) store.steps = [];
   controls.allow(client);
+  settings.allow(client);
+  sweeps.allow(client);
+  await loadHeldOut(client);
   await loadSteps(client);
   await trajectories.load(client);
 }
 
+/** The status tells the last evaluation alone. */
+async function loadHeldOut(client) {
+  const {eval: heldOut} = await client.get('learner');
+  store.takeHeldOut(heldOut.history);
+}
+
 async function loadSteps(client) {
   for (let after = store.lastStep?.step ?? 0; ;) {
-    const page = await client.get('learner/steps', {after, limit: STEPS_AT_ONCE});
+    const page = await client.get('learner/steps', {cursor: after, limit: STEPS_AT_ONCE});
     for (const line of page.items) store.takeStep(line);
     redraw('steps');
-    if (page.items.length < STEPS_AT_ONCE) return;
-    after = page.items.at(-1).step;
+    if (page.next === null) return;
+    after = page.next;
   }
 }
 
@@ -77,6 +90,7 @@ function takeStatus(status) {
   if (store.takeStatus(status)) {
     // Another run is served here now: begin anew, with its records.
     trajectories.clear();
+    settings.clear();
     lastId = '';
     redraw('status', 'steps', 'events');
     start(session.client.token);
@@ -97,6 +111,7 @@ const TAKE = {
   },
   event: event => {
     store.takeEvent(event);
+    if (event.kind === 'settings') settings.refresh();
     redraw('events');
   },
   trajectory: item => trajectories.arrive(item),

@@ -63,6 +63,11 @@ export class Store {
     return isOther;
   }
 
+  /** Take every held-out evaluation of the run, as v1/learner lists them. */
+  takeHeldOut(history) {
+    this.heldOut = new Map(history.map(({step, exact_match: score}) => [step, score]));
+  }
+
   /**
    * Take a metrics line. A step that was trained again, as after a resumption, takes the place of
    * the earlier one and of those behind it.
