@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from leeway.services.layout import RunDirectory
+from leeway.services.page_frame import framed
 from leeway.services.report_plots import Plot, draw_panels
 from leeway.services.snapshot import exact_match_of
 
@@ -35,8 +36,7 @@ def write_report(run_dir: Path | RunDirectory) -> Path:
             _config_section(config),
         ]
     )
-    title = escape(f"Leeway · {run.root.name}")
-    page = _PAGE.replace("{title}", title).replace("{style}", _STYLE).replace("{body}", body)
+    page = framed(f"Leeway · {run.root.name}", _STYLE, body)
     partial = run.report.with_suffix(".partial")
     partial.write_text(page, encoding="utf-8")
     partial.replace(run.report)
@@ -109,7 +109,7 @@ def _headline(name: str, run: str, summary: Json, bound: int | None) -> str:
     ]
     tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
     return f"""<header>
-<p class="run">{escape(run)}</p>
+<p class="over">{escape(run)}</p>
 <h1>{escape(name)}</h1>
 <div class="result"><p class="label">held-out exact match</p>
 <p class="score"><span>{_score(before)}</span> <span class="arrow">→</span>
@@ -233,46 +233,30 @@ def _config_table(name: str, keys: Json) -> str:
 
 
 _STYLE: Final = """
-:root { color-scheme: light dark;
-  --paper: #fbfaf8; --card: #ffffff; --ink: #1c2328; --muted: #6a737b; --rule: #e4e2dd;
-  --series-1: #1769aa; --series-2: #d07a1f; --series-3: #1a8a72;
-  --good: #1a7f5a; --bad: #b3403a;
-  --think: #6a737b; --search: #1769aa; --information: #8a6d1f; --answer: #1a7f5a; }
+:root { --series-1: #1769aa; --series-2: #d07a1f; --series-3: #1a8a72;
+  --think: #5b646c; --search: #1769aa; --information: #8a6d1f; --answer: #1a7f5a; }
 @media (prefers-color-scheme: dark) { :root {
-  --paper: #14181b; --card: #1b2024; --ink: #e6e9eb; --muted: #98a2aa; --rule: #2c3338;
   --series-1: #63aee8; --series-2: #eda354; --series-3: #54c7ab;
-  --good: #54c79a; --bad: #ee8079;
-  --think: #98a2aa; --search: #7dbcf0; --information: #d9b95c; --answer: #5fd0a2; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1120px; padding: 40px 24px 64px; background: var(--paper);
-  color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { margin: 0; font-size: 30px; letter-spacing: -0.01em; }
+  --think: #a3adb5; --search: #7dbcf0; --information: #d9b95c; --answer: #5fd0a2; } }
 h2 { margin: 0; font-size: 15px; font-weight: 600; }
 section { margin-top: 40px; } section > h2 { font-size: 20px; margin-bottom: 12px; }
-p { margin: 0; } .run { color: var(--muted); font-size: 13px; }
+p { margin: 0; }
 .result { margin: 20px 0 24px; } .label { color: var(--muted); font-size: 13px; }
 .score { font-size: 44px; line-height: 1.15; font-variant-numeric: tabular-nums; }
 .score span { color: var(--muted); } .score .arrow { font-size: 30px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 0;
-  border-top: 1px solid var(--rule); border-bottom: 1px solid var(--rule); padding: 14px 0;
-  gap: 12px; }
-dt { color: var(--muted); font-size: 12px; } dd { margin: 0; font-size: 18px;
-  font-variant-numeric: tabular-nums; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 16px; }
-figure { margin: 0; padding: 16px 16px 8px; background: var(--card); border: 1px solid var(--rule);
-  border-radius: 6px; display: flex; flex-direction: column; }
+figure { margin: 0; padding: 16px 16px 8px; display: flex; flex-direction: column; }
 figcaption { flex: 1; } figcaption p { color: var(--muted); font-size: 12.5px; }
 .unit { color: var(--muted); font-weight: 400; }
 .legend { min-height: 22px; margin-top: 4px; font-size: 12.5px; color: var(--muted); }
 .key { margin-right: 14px; white-space: nowrap; } .key i { display: inline-block; width: 10px;
   height: 10px; border-radius: 2px; margin-right: 5px; }
-figure svg { width: 100%; height: auto; display: block; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; margin-top: 12px; }
 .pair.head { color: var(--muted); font-size: 13px; }
 article { background: var(--card); border: 1px solid var(--rule); border-radius: 6px; padding: 14px;
   min-width: 0; display: flex; flex-direction: column; }
 article.empty, .empty { color: var(--muted); }
-pre { margin: 0; flex: 1; white-space: pre-wrap; overflow-wrap: anywhere;
+pre { margin: 0; flex: 1; overflow-wrap: anywhere;
   font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .think { color: var(--think); font-style: italic; }
 .search { color: var(--search); font-weight: 600; }
@@ -281,25 +265,10 @@ article footer { display: flex; flex-wrap: wrap; gap: 4px 16px; margin-top: 10px
   border-top: 1px solid var(--rule); font-size: 12.5px; color: var(--muted); }
 .right { color: var(--good); } .wrong { color: var(--bad); }
 .config { columns: 3 300px; column-gap: 24px; }
-table { width: 100%; border-collapse: collapse; font-size: 12.5px; break-inside: avoid;
-  margin-bottom: 18px; }
-caption { text-align: left; font-weight: 600; padding-bottom: 4px; }
+table { font-size: 12.5px; break-inside: avoid; margin-bottom: 18px; }
+caption { font-weight: 600; padding-bottom: 4px; }
 th { text-align: left; font-weight: 400; color: var(--muted); }
 th, td { padding: 3px 0; border-top: 1px solid var(--rule); vertical-align: top; }
 td { text-align: right; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 @media (max-width: 720px) { .pair { grid-template-columns: 1fr; } .pair.head { display: none; } }
-"""
-
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
 """

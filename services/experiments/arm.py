@@ -1,9 +1,11 @@
 """One arm of a sweep, in a process of its own.
 
     python -m leeway.services.experiments.arm FOLDER [--base FILE] [--gpu-share 0.125]
+                                                     [--keep-every-s 60]
 
 FOLDER holds arm.json. It receives metrics.jsonl and evaluations.jsonl as they come, and result.json
-at the end, also when the arm failed by an error of its own. An arm that was killed leaves none.
+at the end, also when the arm failed by an error of its own. An arm that was killed leaves none, and
+goes on from its checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ import torch
 from leeway.services.config import RunConfig, load
 from leeway.services.experiments.arm_result import (
     ARM,
+    EVALUATIONS,
+    METRICS,
     ArmResult,
     ArmSpec,
     curves_of,
+    drop_checkpoint,
     read_lines,
     write_result,
 )
@@ -40,6 +45,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--base", type=Path)
     parser.add_argument("--gpu-share", type=float, default=0.0)
+    parser.add_argument("--keep-every-s", type=float)
     options = parser.parse_args()
     spec = msgspec.json.decode((options.folder / ARM).read_bytes(), type=ArmSpec)
     config: RunConfig | None = None
@@ -47,13 +53,14 @@ def main() -> None:
     try:
         config = load(options.base, spec.overrides)
         bound_memory(options.gpu_share)
-        result = asyncio.run(_play(spec, config, options.folder))
+        result = asyncio.run(_play(spec, config, options.folder, options.keep_every_s))
     except Exception as error:
         traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         result = _result(spec, config, options.folder, wall_s=time.monotonic() - began)
         result = msgspec.structs.replace(result, status="failed", reason=reason)
     write_result(options.folder, result)
+    drop_checkpoint(options.folder)
     sys.stdout.flush()
 
 
@@ -73,7 +80,9 @@ def bound_memory(share: float) -> None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction(share, total))
 
 
-async def _play(spec: ArmSpec, config: RunConfig, folder: Path) -> ArmResult:
+async def _play(
+    spec: ArmSpec, config: RunConfig, folder: Path, keep_every_s: float | None
+) -> ArmResult:
     rule = CollapseRule.model_validate(spec.collapse)
     if spec.loop == "train":
         from leeway.services.experiments.train_arm import train
@@ -81,17 +90,15 @@ async def _play(spec: ArmSpec, config: RunConfig, folder: Path) -> ArmResult:
         return await train(spec, config, folder)
     from leeway.services.experiments.in_process import run
 
-    ended = await run(config, folder, rule)
+    ended = await run(config, folder, rule, keep_every_s)
     result = _result(spec, config, folder, wall_s=ended.wall_s)
     return msgspec.structs.replace(result, is_stopped_early=ended.is_stopped_early)
 
 
 def _result(spec: ArmSpec, config: RunConfig | None, folder: Path, *, wall_s: float) -> ArmResult:
     """From what the run has written so far."""
-    evaluations = [
-        msgspec.convert(line, Evaluated) for line in read_lines(folder / "evaluations.jsonl")
-    ]
-    return result_of(spec, config, evaluations, read_lines(folder / "metrics.jsonl"), wall_s)
+    evaluations = [msgspec.convert(line, Evaluated) for line in read_lines(folder / EVALUATIONS)]
+    return result_of(spec, config, evaluations, read_lines(folder / METRICS), wall_s)
 
 
 def result_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,6 +15,10 @@ from leeway.services.experiments.collapse import Evaluated
 
 RESULT: Final = "result.json"
 ARM: Final = "arm.json"
+METRICS: Final = "metrics.jsonl"
+EVALUATIONS: Final = "evaluations.jsonl"
+CHECKPOINT: Final = "checkpoint"
+"""Folder from which an arm in one process goes on; arm_checkpoint.py."""
 
 CURVES: Final = (
     "step",
@@ -118,3 +123,15 @@ def read_result(folder: Path) -> ArmResult | None:
         raise DataError(
             f"{file} is not the result of an arm ({error}); remove it, and the sweep runs it again"
         ) from None
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the arm in `folder` has something to go on from."""
+    own = (folder / CHECKPOINT).glob("step-*")
+    of_a_run = folder.glob("runs/*/checkpoints/step-*")
+    return any(own) or any(of_a_run)
+
+
+def drop_checkpoint(folder: Path) -> None:
+    """Remove what the arm in `folder` would go on from; it is over."""
+    shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from leeway.replay.errors import ConfigurationError
+from leeway.services.closed_ray import close_ray
 from leeway.services.experiments.sweep_file import Resources
 from leeway.services.supervision import start
 
@@ -146,6 +147,8 @@ def launcher_of(resources: Resources) -> AbstractAsyncContextManager[Launcher]:
     """The one that the resources name, for the while of a sweep."""
     if resources.executor == "processes":
         return _processes(resources)
+    if not os.environ.get("RAY_ADDRESS"):
+        close_ray()
     from leeway.services.experiments.ray_launcher import ray_launcher
 
     return ray_launcher(resources)

@@ -98,7 +98,6 @@ def _started(resources: Resources) -> Iterator[None]:
         return
     # Sockets live below this folder and their paths may have 107 characters: keep it short.
     folder = tempfile.mkdtemp(prefix="r-")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(
             address="local",

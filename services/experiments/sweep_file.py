@@ -75,7 +75,10 @@ class Resources(FrozenModel):
     max_parallel: int | None = Field(default=None, ge=1)
     """Most arms beside each other; None: as many as cores and GPUs hold."""
     arm_timeout_s: float = Field(default=7200.0, gt=0)
-    """Seconds one arm may take; then it is ended, and is a failed row."""
+    """Seconds one arm may take in one call; then it is ended, and is a failed row."""
+    checkpoint_every_s: float = Field(default=60.0, ge=0)
+    """Seconds between checkpoints of an arm in one process: what it loses at most when the call is
+    ended. Each holds weights and optimizer three times over, until the arm has ended."""
 
 
 class Scan(FrozenModel):
@@ -220,9 +223,15 @@ def _sentence(error: ValidationError) -> str:
     return f"{key} is {first['input']!r}; {message}"
 
 
-def with_executor(sweep: Sweep, name: str) -> Sweep:
-    """With arms run by another executor than the file says."""
-    if name not in ("ray", "processes"):
-        raise ConfigurationError(f"--executor {name} is no executor; there are ray and processes")
-    resources = sweep.file.resources.model_copy(update={"executor": name})
+def with_resources(
+    sweep: Sweep, executor: str | None = None, num_gpus: float | None = None
+) -> Sweep:
+    """With arms run by another executor, or with another part of a GPU, than the file says."""
+    if executor not in (None, "ray", "processes"):
+        raise ConfigurationError(
+            f"--executor {executor} is no executor; there are ray and processes"
+        )
+    given = {"executor": executor, "num_gpus": num_gpus}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    resources = sweep.file.resources.model_copy(update=chosen)
     return replace(sweep, file=sweep.file.model_copy(update={"resources": resources}))

@@ -99,11 +99,15 @@ class SweepFolder:
             raise ConfigurationError(
                 f"{self.root} cannot hold the sweep ({error.strerror}); name another by --out"
             ) from None
-        wanted = json.loads(json.dumps(identity))
+        self.check(identity)
         if not self.plan.is_file():
-            replace_text(self.plan, json.dumps(wanted, indent=1))
+            replace_text(self.plan, json.dumps(identity, indent=1))
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if a sweep of another identity was begun here."""
+        if not self.plan.is_file():
             return
-        found = self.read_plan()
+        wanted, found = json.loads(json.dumps(identity)), self.read_plan()
         changed = [key for key in wanted if wanted[key] != found.get(key)]
         if changed:
             raise ConfigurationError(

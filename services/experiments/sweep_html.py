@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from leeway.services.experiments.sweep_canvas import Drawn
 from leeway.services.experiments.sweep_rows import Cell, Row
 from leeway.services.experiments.sweep_verdict import Verdict
+from leeway.services.page_frame import framed
 
 if TYPE_CHECKING:
     from leeway.services.experiments.sweep_folder import SweepState
@@ -36,9 +37,8 @@ def page(found: Findings, drawn: Sequence[Drawn], state: SweepState | None) -> s
 
 
 def fill(title: str, body: str) -> str:
-    """A page of this style around `body`, which is HTML."""
-    page = _PAGE.replace("{title}", escape(title)).replace("{style}", _STYLE)
-    return page.replace("{body}", body)
+    """A page of this style around `body`, which is HTML; also that of a recording's report."""
+    return framed(title, _STYLE, body)
 
 
 def _head(found: Findings, state: SweepState | None) -> str:
@@ -239,36 +239,22 @@ def _missing(cells: Sequence[Cell]) -> str:
 
 
 _STYLE: Final = """
-:root { color-scheme: light dark;
-  --paper: #fbfaf8; --card: #ffffff; --ink: #1c2328; --muted: #5b646c; --rule: #e0ddd7;
-  --bad: #b3403a; --soft: #f6e9e7; }
-@media (prefers-color-scheme: dark) { :root {
-  --paper: #14181b; --card: #1b2024; --ink: #e6e9eb; --muted: #a3adb5; --rule: #363d43;
-  --bad: #ee8079; --soft: #33211f; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1120px; padding: 40px 24px 64px; background: var(--paper);
-  color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { margin: 0 0 16px; font-size: 30px; letter-spacing: -0.01em; }
+:root { --soft: #f6e9e7; }
+@media (prefers-color-scheme: dark) { :root { --soft: #33211f; } }
+h1 { margin-bottom: 16px; }
 h2 { margin: 0 0 8px; font-size: 18px; font-weight: 600; }
 section, figure, details { margin: 32px 0 0; } p { margin: 0 0 8px; }
-.over { color: var(--muted); font-size: 13px; margin: 0; }
 .warn { color: var(--bad); margin-top: 12px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(120px, 1fr)); margin: 0;
-  gap: 12px; border-top: 1px solid var(--rule); border-bottom: 1px solid var(--rule);
-  padding: 12px 0; }
-dt { color: var(--muted); font-size: 12px; } dd { margin: 0; font-size: 20px;
-  font-variant-numeric: tabular-nums; }
 ul { margin: 0 0 16px; padding-left: 20px; } li { margin: 4px 0; }
 .verdicts { list-style: none; padding: 0; } .verdicts li { padding: 6px 0 6px 12px;
   border-left: 3px solid var(--rule); }
-figure { margin-left: 0; margin-right: 0; padding: 18px 18px 10px; background: var(--card);
-  border: 1px solid var(--rule); border-radius: 6px; }
+figure { margin-left: 0; margin-right: 0; padding: 18px 18px 10px; }
 figcaption p { color: var(--muted); font-size: 13px; }
-figure svg { width: 100%; height: auto; max-height: 900px; display: block; }
+figure svg { max-height: 900px; }
 #heat_map svg { max-width: 860px; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; }
-caption { text-align: left; color: var(--muted); padding-bottom: 6px; }
+table { font-size: 13px; }
+caption { color: var(--muted); padding-bottom: 6px; }
 th, td { padding: 5px 10px 5px 0; border-top: 1px solid var(--rule); text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap; font-weight: 400; }
 th { text-align: left; }
@@ -279,19 +265,5 @@ tr.failed td { text-align: left; color: var(--bad); white-space: normal; }
 summary { cursor: pointer; font-size: 18px; font-weight: 600; padding: 4px 0; }
 section summary { font-size: 14px; }
 details figure { margin-top: 16px; }
-pre { white-space: pre-wrap; font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; }
-"""
-
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
+pre { font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; }
 """

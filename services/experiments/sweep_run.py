@@ -4,8 +4,8 @@
                  scan done ──> rates ──> the grid's arms get theirs
 
 Who waits for whom: the driver for arms, each at most resources.arm_timeout_s; an arm for a place,
-which the arms before it give back. With a time limit, what still runs at its end is ended and run
-again next time.
+which the arms before it give back. With a time limit, what still runs at its end is ended, and goes
+on from its checkpoint next time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Final
 
@@ -26,13 +27,20 @@ from leeway.services.experiments.arm_result import (
     RESULT,
     ArmResult,
     ArmSpec,
+    drop_checkpoint,
+    has_checkpoint,
     read_result,
     write_result,
 )
 from leeway.services.experiments.launchers import Job, Launcher, launcher_of
 from leeway.services.experiments.sweep_arms import Arm, grid_arms, scan_arms
 from leeway.services.experiments.sweep_file import Sweep
-from leeway.services.experiments.sweep_folder import Phase, SweepFolder, SweepState
+from leeway.services.experiments.sweep_folder import (
+    Phase,
+    SweepFolder,
+    SweepState,
+    replace_text,
+)
 
 BEAT_S: Final = 5.0
 """How often the state is written while arms run."""
@@ -68,7 +76,7 @@ async def run_sweep(sweep: Sweep, folder: SweepFolder, limits: Limits, say: Say)
 def _forget_failed(folder: SweepFolder) -> None:
     for result in folder.results():
         if result.status == "failed":
-            (folder.arm(result.spec.name) / RESULT).unlink()
+            shutil.rmtree(folder.arm(result.spec.name))
 
 
 class Driver:
@@ -143,8 +151,10 @@ class Driver:
         self._num_arms = len(self._names)
 
     async def _run_all(self, launcher: Launcher, arms: Iterable[Arm]) -> None:
-        """Every arm without a result. A task for each waits for its place."""
+        """Every arm without a result, those first that were ended in the middle. A task for each
+        waits for its place."""
         left = [arm for arm in arms if not self._is_done(arm)]
+        left.sort(key=lambda arm: not has_checkpoint(self._folder.arm(arm.name)))
         gate = asyncio.Semaphore(launcher.num_places)
 
         async def one(arm: Arm) -> None:
@@ -157,24 +167,23 @@ class Driver:
                 group.create_task(one(arm))
 
     def _may_start(self) -> bool:
-        """Not where the limit would most likely end it: half of the arms so far took longer."""
+        """Not where the limit would end it before its first checkpoint, or before its end as far as
+        half of the arms so far tell."""
         if self._deadline is None:
             return True
         expected_s = median(self._durations) if self._durations else 0.0
+        expected_s = min(expected_s, 2 * self._sweep.file.resources.checkpoint_every_s)
         return time.monotonic() + expected_s < self._deadline
 
     async def _run_one(self, launcher: Launcher, arm: Arm) -> None:
         folder = self._folder.arm(arm.name)
-        shutil.rmtree(folder, ignore_errors=True)  # what an arm that was interrupted has left
-        folder.mkdir(parents=True)
-        spec = spec_of(self._sweep, arm)
-        (folder / ARM).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
+        self._prepare(arm, folder)
         self._running[arm.name] = began = time.monotonic()
         try:
             async with asyncio.timeout_at(self._loop_deadline()):
                 reason = await launcher.run(self._job(arm))
         except TimeoutError:
-            self._say(f"{arm.name}: ended by the time limit, to be run again")
+            self._say(f"{arm.name}: ended by the time limit; the next call goes on with it")
             return
         finally:
             del self._running[arm.name]
@@ -182,6 +191,16 @@ class Driver:
             self._record_failure(arm, reason or "it ended without a result; see its log.txt")
         self._durations.append(time.monotonic() - began)
         self._tell(arm)
+
+    def _prepare(self, arm: Arm, folder: Path) -> None:
+        """The folder as the arm's process finds it: with what an earlier call has left of the same
+        arm, of which the process takes what it can go on from."""
+        spec = msgspec.json.format(msgspec.json.encode(spec_of(self._sweep, arm)))
+        file = folder / ARM
+        if not file.is_file() or file.read_bytes() != spec:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            replace_text(file, spec.decode())
 
     def _loop_deadline(self) -> float | None:
         if self._deadline is None:
@@ -193,6 +212,7 @@ class Driver:
         folder = self._folder.arm(arm.name).resolve()
         arguments = ["leeway.services.experiments.arm", str(folder)]
         arguments += ["--gpu-share", f"{resources.num_gpus:g}"]
+        arguments += ["--keep-every-s", f"{resources.checkpoint_every_s:g}"]
         if self._sweep.base is not None:
             arguments += ["--base", str(self._sweep.base)]
         return Job(folder, tuple(arguments), resources.arm_timeout_s)
@@ -202,6 +222,7 @@ class Driver:
         folder.mkdir(parents=True, exist_ok=True)
         spec = spec_of(self._sweep, arm)
         write_result(folder, ArmResult(spec=spec, status="failed", reason=reason))
+        drop_checkpoint(folder)
 
     def _tell(self, arm: Arm) -> None:
         result = read_result(self._folder.arm(arm.name))

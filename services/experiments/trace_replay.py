@@ -60,15 +60,9 @@ def learn_from(config: RunConfig, archive: Path, out: Path, *, as_json: bool = F
     """
     check_files(config)
     groups = read_groups(archive)
-    run = _begin(config, out)
     schedules, step_s = schedules_of(groups, config)
-    mine = schedules[config.replay.staleness_policy]
-    if not mine.steps:
-        raise ConfigurationError(
-            f"{archive} holds {len(groups)} groups, too few for one step of "
-            f"replay.groups_per_step = {config.replay.groups_per_step} under replay."
-            f'staleness_policy = "{config.replay.staleness_policy}"; record more, or lower it'
-        )
+    mine = _schedule(config, archive, groups, schedules)
+    run = _begin(config, out)
     result = asyncio.run(_train(config, run, groups, mine))
     outcomes = [outcome(groups, schedules[name]) for name in _policies(config)]
     result = msgspec.structs.replace(
@@ -80,6 +74,30 @@ def learn_from(config: RunConfig, archive: Path, out: Path, *, as_json: bool = F
     if as_json:
         print(msgspec.json.encode(result).decode(), flush=True)
     return 0
+
+
+def plan_of(config: RunConfig, archive: Path, out: Path) -> tuple[int, int]:
+    """Groups of the archive and the steps they make, checked as `learn_from` does; `out` is not
+    made."""
+    groups = read_groups(archive)
+    schedules, _ = schedules_of(groups, config)
+    steps = _schedule(config, archive, groups, schedules).steps
+    _check_new(out)
+    return len(groups), len(steps)
+
+
+def _schedule(
+    config: RunConfig, archive: Path, groups: list[Group], schedules: dict[str, Schedule]
+) -> Schedule:
+    """That of the configured policy. Raises ConfigurationError where no step comes of it."""
+    mine = schedules[config.replay.staleness_policy]
+    if not mine.steps:
+        raise ConfigurationError(
+            f"{archive} holds {len(groups)} groups, too few for one step of "
+            f"replay.groups_per_step = {config.replay.groups_per_step} under replay."
+            f'staleness_policy = "{config.replay.staleness_policy}"; record more, or lower it'
+        )
+    return mine
 
 
 def _policies(config: RunConfig) -> list[str]:
@@ -122,13 +140,18 @@ def schedules_of(groups: list[Group], config: RunConfig) -> tuple[dict[str, Sche
     return found, step_s
 
 
-def _begin(config: RunConfig, out: Path) -> RunDirectory:
-    """A new run directory: a step of another training would be counted to this one."""
+def _check_new(out: Path) -> RunDirectory:
     run = RunDirectory(out.expanduser().resolve())
     if run.metrics.exists():
         raise ConfigurationError(
             f"{out} holds a run already; name another folder by --run-dir, or remove it"
         )
+    return run
+
+
+def _begin(config: RunConfig, out: Path) -> RunDirectory:
+    """A new run directory: a step of another training would be counted to this one."""
+    run = _check_new(out)
     try:
         run.root.mkdir(parents=True, exist_ok=True)
         run.write_config(config)

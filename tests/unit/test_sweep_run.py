@@ -201,23 +201,65 @@ def test_a_changed_file_is_refused_before_anything_runs(tmp_path: Path, use):
     assert fake.started == []
 
 
-def test_what_an_interrupted_arm_left_is_not_taken_for_its_own(tmp_path: Path, use):
-    use(FakeLauncher(lambda spec: 0.5, seconds=60))
-    run(tmp_path, max_s=0.2)
-    for arm in (tmp_path / "out" / "arms").iterdir():
-        (arm / "metrics.jsonl").write_text('{"step": 1}\n')
-    seen: list[bool] = []
+def what_is_found(
+    tmp_path: Path, use: Callable[[FakeLauncher], FakeLauncher]
+) -> list[tuple[str, bool]]:
+    """Arms in the order in which they start, and whether each finds an earlier call's metrics."""
+    seen: list[tuple[str, bool]] = []
     fake = FakeLauncher(lambda spec: 0.5)
     original = fake.run
 
     async def look(job: Job) -> str | None:
-        seen.append((job.folder / "metrics.jsonl").exists())
+        seen.append((job.folder.name, (job.folder / "metrics.jsonl").exists()))
         return await original(job)
 
     fake.run = look  # type: ignore[method-assign]
     use(fake)
     run(tmp_path)
-    assert len(seen) == 5 and not any(seen)
+    assert len(seen) == 5
+    return seen
+
+
+def test_an_arm_that_was_ended_finds_what_it_left(tmp_path: Path, use):
+    use(FakeLauncher(lambda spec: 0.5, seconds=60))
+    run(tmp_path, max_s=0.2)
+    begun = sorted(arm.name for arm in (tmp_path / "out" / "arms").iterdir())
+    for name in begun:
+        (tmp_path / "out" / "arms" / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert sorted(name for name, found in what_is_found(tmp_path, use) if found) == begun
+
+
+def test_what_an_arm_left_that_was_told_otherwise_is_not_taken_for_its_own(tmp_path: Path, use):
+    use(FakeLauncher(lambda spec: 0.5, seconds=60))
+    run(tmp_path, max_s=0.2)
+    for arm in (tmp_path / "out" / "arms").iterdir():
+        (arm / "metrics.jsonl").write_text('{"step": 1}\n')
+        told = (arm / "arm.json").read_text()
+        (arm / "arm.json").write_text(told.replace('"exact"', '"bound"'))
+    assert not any(found for _, found in what_is_found(tmp_path, use))
+
+
+def test_arms_with_a_checkpoint_go_first(tmp_path: Path, use):
+    use(FakeLauncher(lambda spec: 0.5))
+    run(tmp_path)
+    arms = sorted((tmp_path / "out" / "arms").iterdir())
+    for arm in arms:
+        (arm / "result.json").unlink()
+    last = next(arm for arm in arms if "lag4_seed1" in arm.name)
+    (last / "checkpoint" / "step-00000003").mkdir(parents=True)
+    # The two of the scan come before the grid whatever there is.
+    assert what_is_found(tmp_path, use)[2][0] == last.name
+
+
+def test_a_failed_arm_begins_anew_when_it_is_tried_again(tmp_path: Path, use):
+    use(FakeLauncher(lambda spec: "no memory" if spec.staleness else 0.5))
+    run(tmp_path)
+    for arm in (tmp_path / "out" / "arms").glob("*lag4*"):
+        (arm / "metrics.jsonl").write_text('{"step": 1}\n')
+    fake = use(FakeLauncher(lambda spec: 0.5))
+    state = run(tmp_path, retry_failed=True)
+    assert (state.num_failed, len(fake.started)) == (0, 2)
+    assert not list((tmp_path / "out" / "arms").glob("*lag4*/metrics.jsonl"))
 
 
 def test_a_silent_sweep_counts_as_interrupted():

@@ -46,3 +46,50 @@ def test_an_arm_starts_its_run_without_the_redis_of_the_sweep(
     assert (found.replay.url, found.name) == (None, train_arm.run_name(spec.name))
     assert re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}", found.name)
     assert found.directory == str(tmp_path / "runs")
+
+
+def test_seconds_of_a_run_leave_out_what_lies_between_two_calls():
+    line = {"seconds": 2.0, "wait_s": 1.0}
+    lines = [
+        {"step": 1, "time": 10.0, **line},
+        {"step": 2, "time": 12.0, **line},
+        {"step": 3, "time": 14.0, **line},
+        # A second call begins at 100 and trains step 3 again.
+        {"step": 3, "time": 130.0, **line},
+        {"step": 4, "time": 135.0, **line},
+    ]
+    found = train_arm.with_wall_s(lines, [5.0, 100.0])
+    assert [(one["step"], one["wall_s"]) for one in found] == [(1, 3), (2, 5), (3, 8), (4, 13)]
+    assert found[2]["time"] == 130.0
+
+
+def test_a_run_is_gone_on_with_where_it_has_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[Sequence[str]] = []
+
+    async def look(
+        name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        started.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr(train_arm, "start", look)
+    begun = tmp_path / "runs" / "arm-1"
+    (begun / "logs").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            asyncio.run(train_arm.train(arm().spec, load(None), tmp_path))
+        # Without a checkpoint it begins anew, and nothing is left of the first.
+        assert started[-1][1:] == ["train", str(tmp_path / "config.toml")]
+        assert not begun.exists()
+    step = begun / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True)
+    (step / "training.json").write_text(
+        '{"version": 2, "score": null, "optimizer_steps": {}, "rng": "", "rng_cuda": [],'
+        ' "extra": {}}'
+    )
+    with pytest.raises(InterruptedError):
+        asyncio.run(train_arm.train(arm().spec, load(None), tmp_path))
+    assert started[-1][1:] == ["train", "--resume", str(begun)]
+    assert len(train_arm.read_calls(tmp_path)) == 3

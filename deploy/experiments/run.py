@@ -1,0 +1,193 @@
+"""The experiments of docs/findings.md on one machine, one after the other, for as long as given.
+
+    python deploy/experiments/run.py --minutes 27 --out results
+
+Each is a sweep of deploy/configs. What has ended is kept in --state; the next call goes on there,
+inside the runs that were cut. --out receives one archive for each sweep (results, rates, report,
+some ten kilobytes a run), from which a later call on another machine goes on: --brought. The last
+thing printed is a table of what has been found so far.
+
+Needs the packages that `leeway sweep --executor processes` needs. docs/sweep.md explains the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+CONFIGS: Final = ROOT / "deploy" / "configs"
+SWEEPS: Final = ("sweep-a", "sweep-b", "sweep-b-reuse", "sweep-c")
+MODELS: Final = {"sweep-c": ROOT / "models" / "SmolLM2-135M-Instruct" / "config.json"}
+"""What a sweep cannot run without."""
+
+RESERVE_S: Final = 45.0
+"""Kept at the end of a call, for reports and archives."""
+LEAST_S: Final = 30.0
+"""No sweep begins with less: an arm needs that to start."""
+MAX_ARCHIVE_BYTES: Final = 16 * 2**20
+SHARES: Final = (0.1, 0.167, 0.25)
+"""Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
+
+
+def main() -> int:
+    options = _options()
+    ends_at = time.monotonic() + options.minutes * 60 - RESERVE_S
+    for name in options.only or SWEEPS:
+        _take_in(options.brought, options.state, name)
+    for name in options.only or SWEEPS:
+        missing = MODELS.get(name)
+        if missing is not None and not missing.is_file():
+            _say(f"{name} is left out: {missing.parent.relative_to(ROOT)} does not hold its model")
+            continue
+        _run(name, options, ends_at)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.only or SWEEPS:
+        _pack(options.state / name, options.out / f"{name}.tar.gz")
+    for name in options.only or SWEEPS:
+        _table(options.state / name)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, required=True, help="how long the call may take")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the archives")
+    parser.add_argument(
+        "--state", type=Path, default=ROOT / "runs" / "experiments", help="folder of the sweeps"
+    )
+    parser.add_argument("--brought", type=Path, help="folder of archives of an earlier call")
+    parser.add_argument("--only", action="append", choices=SWEEPS, help="these alone, in order")
+    parser.add_argument(
+        "--at-most", type=float, metavar="MINUTES", help="of one sweep in this call; else no bound"
+    )
+    parser.add_argument("--cpu", action="store_true", help="arms on the CPU, one for each core")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="for every arm"
+    )
+    return parser.parse_args()
+
+
+# ---- running
+
+
+def _run(name: str, options: argparse.Namespace, ends_at: float) -> None:
+    """With more of a GPU for each arm as long as some end for want of memory."""
+    folder = options.state / name
+    if options.at_most is not None:
+        ends_at = min(ends_at, time.monotonic() + options.at_most * 60)
+    for number, share in enumerate((0.0,) if options.cpu else SHARES):
+        left_s = ends_at - time.monotonic()
+        if left_s < LEAST_S:
+            _say(f"{name}: no time is left for it in this call")
+            return
+        command = [sys.executable, "-m", "leeway.services.cli", "sweep", "run"]
+        command += [str(CONFIGS / f"{name}.toml"), "--out", str(folder), "--executor", "processes"]
+        command += ["--max-minutes", f"{left_s / 60:.2f}", "--num-gpus", f"{share:g}", "--json"]
+        command += [word for pair in options.set for word in ("--set", pair)]
+        if number:
+            command.append("--retry-failed")
+        _say(f"{name}: {left_s / 60:.1f} minutes, {share:g} of a GPU for each arm")
+        code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        if code != 0:
+            _say(f"{name}: leeway sweep ended with exit code {code}")
+            return
+        if not _wants_memory(folder):
+            return
+
+
+def _wants_memory(folder: Path) -> bool:
+    """Whether arms have failed for want of GPU memory."""
+    reasons = [str(result.get("reason")) for result in _results(folder)]
+    return any("OutOfMemoryError" in reason for reason in reasons)
+
+
+def _results(folder: Path) -> Iterator[dict[str, object]]:
+    for file in sorted(folder.glob("arms/*/result.json")):
+        yield json.loads(file.read_text(encoding="utf-8"))
+
+
+# ---- archives
+
+
+def _take_in(brought: Path | None, state: Path, name: str) -> None:
+    """What an earlier call has packed, where this machine has nothing newer."""
+    archive = None if brought is None else brought / f"{name}.tar.gz"
+    if archive is None or not archive.is_file() or (state / name / "plan.json").is_file():
+        return
+    with tarfile.open(archive) as packed:
+        packed.extractall(state, filter="data")
+    _say(f"{name}: {sum(1 for _ in _results(state / name))} ended runs were brought")
+
+
+def _pack(folder: Path, archive: Path) -> None:
+    """What the next call needs, and the report. Checkpoints stay: they are far too large."""
+    if not (folder / "plan.json").is_file():
+        return
+    partial = archive.with_suffix(".partial")
+    with tarfile.open(partial, "w:gz") as packed:
+        for file in _kept(folder):
+            packed.add(file, arcname=f"{folder.name}/{file.relative_to(folder)}")
+    size = partial.stat().st_size
+    partial.replace(archive)
+    note = "" if size <= MAX_ARCHIVE_BYTES else ", MORE THAN 16 MiB"
+    _say(f"{archive}: {size / 2**20:.1f} MiB{note}")
+
+
+def _kept(folder: Path) -> Sequence[Path]:
+    names = ("plan.json", "rates.json", "grid.json", "sweep.json")
+    own = [folder / name for name in names if (folder / name).is_file()]
+    report = [file for file in (folder / "report").rglob("*") if file.suffix in {".html", ".csv"}]
+    return [*own, *sorted(folder.glob("arms/*/result.json")), *sorted(report)]
+
+
+# ---- the table
+
+
+def _table(folder: Path) -> None:
+    """Mean held-out score, seeds and failures by series and realised staleness."""
+    from leeway.replay.errors import DataError
+    from leeway.services.experiments.sweep_folder import SweepFolder
+    from leeway.services.experiments.sweep_report import findings
+
+    if not (folder / "plan.json").is_file():
+        return
+    try:
+        found = findings(SweepFolder(folder))
+    except DataError as error:
+        _say(f"{folder.name}: {error}")
+        return
+    state = SweepFolder(folder).read_state()
+    ended = "" if state is None else f", {state.num_ended} of {state.num_arms} runs ended"
+    print(f"\n{folder.name}{ended}")
+    for row in found.rows:
+        if row.is_scan:
+            score = "failed" if row.score is None else f"{row.score:.3f}"
+            taken = " <" if found.rates.get(row.objective) == row.learning_rate else ""
+            print(f"scan {row.objective:20} {row.learning_rate:g} {score}{taken}")
+    if not found.cells:
+        return
+    print(f"{'series':44} {'staleness':>9} {'score':>6} {'interval':>15} {'runs':>4} {'failed':>6}")
+    for cell in found.cells:
+        staleness = "-" if cell.staleness is None else f"{cell.staleness:.2f}"
+        mean = "-" if cell.mean is None else f"{cell.mean:.3f}"
+        band = "" if cell.low is None or cell.high is None else f"{cell.low:.3f} to {cell.high:.3f}"
+        counts = f"{len(cell.scores):>4} {cell.num_failed:>6}"
+        print(f"{cell.series:44} {staleness:>9} {mean:>6} {band:>15} {counts}")
+    for verdict in found.verdicts:
+        print(f"- {verdict.sentence}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

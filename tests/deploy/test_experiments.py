@@ -1,0 +1,90 @@
+"""deploy/experiments/run.py: what it brings back, and what the next call goes on from."""
+
+from __future__ import annotations
+
+import importlib.util
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from leeway.services.experiments.sweep_folder import SweepFolder
+from leeway.services.experiments.sweep_report import write_report
+from tests.unit.sweep_results import arm, leave
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    file = ROOT / "deploy" / "experiments" / "run.py"
+    spec = importlib.util.spec_from_file_location("experiments_run", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def swept(root: Path) -> SweepFolder:
+    results = [
+        arm("grpo", 0, 0, 0.9, is_scan=True), arm("grpo", 0, 1, 0.94), arm("grpo", 2, 0, 0.6),
+    ]  # fmt: skip
+    failed = arm("ppo", 2, 0, lags=[], status="failed", reason="OutOfMemoryError: CUDA")
+    results.append(msgspec.structs.replace(failed, curves={}))
+    folder = leave(root / "sweep-a", results, {"grpo": 1e-4})
+    step = folder.arm(results[1].spec.name) / "checkpoint" / "step-00000003"
+    step.mkdir(parents=True)
+    (step / "model.safetensors").write_bytes(b"large")
+    write_report(folder)
+    return folder
+
+
+def test_an_archive_holds_what_a_later_call_needs_and_no_weights(
+    program: ModuleType, tmp_path: Path
+):
+    folder = swept(tmp_path / "state")
+    program._pack(folder.root, tmp_path / "sweep-a.tar.gz")
+    with tarfile.open(tmp_path / "sweep-a.tar.gz") as packed:
+        names = packed.getnames()
+    assert {"sweep-a/plan.json", "sweep-a/rates.json", "sweep-a/grid.json"} <= set(names)
+    assert sum(name.endswith("/result.json") for name in names) == 4
+    assert "sweep-a/report/sweep.html" in names
+    assert not [name for name in names if "checkpoint" in name]
+
+    program._take_in(tmp_path, tmp_path / "elsewhere", "sweep-a")
+    brought = SweepFolder(tmp_path / "elsewhere" / "sweep-a")
+    assert brought.read_grid() == folder.read_grid()
+    assert [r.spec.name for r in brought.results()] == [r.spec.name for r in folder.results()]
+
+
+def test_what_a_machine_has_is_not_replaced_by_what_is_brought(program: ModuleType, tmp_path: Path):
+    folder = swept(tmp_path / "state")
+    program._pack(folder.root, tmp_path / "sweep-a.tar.gz")
+    newer = folder.arm("newer") / "result.json"
+    newer.parent.mkdir()
+    newer.write_text("{}")
+    program._take_in(tmp_path, tmp_path / "state", "sweep-a")
+    assert newer.is_file()
+
+
+def test_the_table_tells_scores_by_realised_staleness_and_what_failed(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = swept(tmp_path / "state")
+    program._table(folder.root)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "scan grpo 0.0001 0.900 <" in lines
+    assert "grpo 0.00 0.940 1 0" in lines
+    assert "grpo 2.00 0.600 1 0" in lines
+    assert "ppo - - 0 1" in lines
+    assert program._wants_memory(folder.root)
+
+
+def test_a_sweep_without_an_ended_run_has_no_table(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    program._table(leave(tmp_path / "begun", []).root)
+    said = capsys.readouterr()
+    assert said.out == "" and "no arm of" in said.err
