@@ -4,16 +4,20 @@ VENV ?= .venv
 # Where pip finds a CPU build of torch, should its own index have none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Of `make chaos`: faults in all, and minutes after which either half begins none.
+CHAOS_FAULTS ?= 200
+CHAOS_MINUTES ?= 90
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.leeway-installed
 PARITY_STAMP := $(VENV)/.leeway-parity-installed
 SBOM_STAMP := build/sbom-tool/.installed
-TORCH = $(shell grep '^torch==' requirements/cpu.txt)+cpu
+TORCH = $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/cpu.txt)+cpu
 LIGHT := tests/architecture tests/unit tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick helm-test browser images sbom parity lint format types links requirements docs clean
+.PHONY: help setup demo test quick helm-test browser chaos images sbom parity lint format types links requirements docs clean
 
 help:  ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +42,14 @@ quick: setup lint  ## Check what needs neither vLLM nor Ray.
 browser: setup  ## Try the dashboard in the headless Chromium of this machine.
 	$(BIN)/python -m pytest -q --browser tests/browser
 
-images:  ## Build the api image and run it; needs buildah, podman and mmdebstrap.
+chaos: setup  ## Kill, stop, starve and cut off a run 200 times (CHAOS_MINUTES=90 CHAOS_FAULTS=200).
+	@# A quarter on vLLM. Both go on with build/chaos.json where an earlier call has ended.
+	$(BIN)/python -m tests.chaos.campaign tests/chaos/chaos.toml --undisturbed 3 \
+		--faults $$(( $(CHAOS_FAULTS) * 3 / 4 )) --minutes $(CHAOS_MINUTES)
+	$(BIN)/python -m tests.chaos.campaign tests/chaos/chaos.toml --set policy.backend=vllm \
+		--faults $(CHAOS_FAULTS) --minutes $(CHAOS_MINUTES)
+
+images:  ## Build the three images and train with them; needs buildah, podman and mmdebstrap.
 	deploy/docker/check.sh
 
 sbom: $(SBOM_STAMP)  ## Write what each image contains to build/sbom, as CycloneDX.
@@ -49,6 +60,8 @@ sbom: $(SBOM_STAMP)  ## Write what each image contains to build/sbom, as Cyclone
 
 helm-test: setup  ## Check the chart with Helm 3 and 4 (fetches its tools into .cache, 600 MB).
 	$(BIN)/python tests/helm/tools.py
+	@# Where it cannot be built, it says why, and its tests skip.
+	-$(BIN)/python -m tests.helm.api_server
 	$(BIN)/python -m pytest -q --helm -m "not cluster" tests/helm
 
 parity: $(PARITY_STAMP)  ## Compare objectives with verl's and TRL's, which it installs (300 MB).
@@ -71,7 +84,7 @@ links:
 	@for part in actors learner replay services; do ln -sfn ../../../$$part build/typing/leeway/$$part; done
 
 requirements: setup  ## Write requirements/cpu.txt again from pyproject.toml and what is installed.
-	$(BIN)/python requirements/generate.py
+	$(BIN)/python -m requirements.generate
 
 docs: setup  ## Write docs/configuration.md again from the code.
 	$(BIN)/leeway config schema --markdown > docs/configuration.md

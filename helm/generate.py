@@ -1,7 +1,8 @@
 """Write what the chart holds of other files: `python helm/generate.py` (`--check` only compares).
 
 README.md is README.head.md and a table of the comments in values.yaml. files/ are copies of the
-alerts and the dashboard in deploy/, since Helm reads nothing outside a chart.
+alerts and the dashboard in deploy/, since Helm reads nothing outside a chart, and the users of
+Redis, whose rights are in the code; those go into deploy/, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ COPIES = {
     ROOT / "deploy" / "prometheus" / "alerts.yaml": CHART / "files" / "alerts.yaml",
     ROOT / "deploy" / "grafana" / "leeway.json": CHART / "files" / "leeway.json",
 }
+USERS = CHART / "files" / "redis-users.conf"
+COMPOSE_USERS = ROOT / "deploy" / "redis-users.conf"
+MANIFEST_USERS = ROOT / "deploy" / "kuberay" / "redis-users.yaml"
+RAY_USER = (
+    "user ray on #HASH ~RAY* ~DUMMY resetchannels -@all +@read +@write +@connection -@dangerous "
+    "+info"
+)
+"""Ray's own state, where serve.gcsFaultTolerance keeps it; it deletes DUMMY to find its server."""
 MAX_DEFAULT = 60
 KEY = re.compile(r"( *)([A-Za-z][\w.-]*):(?: (.*))?$")
 
@@ -82,6 +91,30 @@ def _row(value: Value) -> str:
     return f"| `{value.path}` | {default} | {value.text} |"
 
 
+def redis_users() -> str:
+    """Lines of redis.conf: what each user may do, with HASH for the SHA-256 of the password."""
+    from leeway.replay.redis_acl import user_line
+
+    no_hash = "#" + "0" * 64
+    leeway = user_line(no_hash).replace(no_hash, "#HASH")
+    return f"user default off\n{leeway}\n{RAY_USER}\n"
+
+
+def users_manifest() -> str:
+    """The same as a ConfigMap for deploy/kuberay."""
+    lines = "".join(f"    {line}\n" for line in redis_users().splitlines())
+    return f"""\
+# Written by helm/generate.py. HASH becomes the SHA-256 of the password when Redis starts.
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: leeway-redis-users
+  labels: {{app.kubernetes.io/name: leeway, app.kubernetes.io/component: redis}}
+data:
+  users.conf: |
+{lines}"""
+
+
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
@@ -89,7 +122,8 @@ def _read(path: Path) -> str:
 def wanted() -> dict[Path, str]:
     """Every generated file and its text."""
     files = {target: _read(source) for source, target in COPIES.items()}
-    return {CHART / "README.md": readme(), **files}
+    users = dict.fromkeys((USERS, COMPOSE_USERS), redis_users())
+    return {CHART / "README.md": readme(), MANIFEST_USERS: users_manifest(), **users, **files}
 
 
 def main() -> int:

@@ -4,53 +4,45 @@
 #     docker build ... --build-arg VARIANT=gpu --tag leeway-actor:0.1.0-gpu .
 # The base is an argument, so that a registry of your own, or an image made without one, serves too.
 ARG BASE=docker.io/library/python:3.12.12-slim-bookworm
-# cpu or gpu: the stage that the last one copies from.
+
+FROM ${BASE} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+RUN python3 -m venv /opt/leeway
+# cpu or gpu: which list is installed.
 ARG VARIANT=cpu
-
-FROM ${BASE} AS build-cpu
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-WORKDIR /src
-RUN python3 -m venv /opt/leeway
-# The index of torch decides what it is built for; its version stands in the list.
+# torch for CPUs comes from an index of its own, before the list, which then finds it installed. With
+# GPUs the list's own is right.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-COPY requirements/images/actor.txt requirements/images/actor.txt
-RUN /opt/leeway/bin/pip install --no-deps --index-url "${TORCH_INDEX}" \
-        "$(grep '^torch==' requirements/images/actor.txt)" \
-    && /opt/leeway/bin/pip install --no-deps -r requirements/images/actor.txt
+COPY requirements/images/actor-${VARIANT}.txt requirements.txt
+RUN if [ "${VARIANT}" = cpu ]; then \
+        /opt/leeway/bin/pip install --no-deps --index-url "${TORCH_INDEX}" \
+            "$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"; \
+    fi \
+    && /opt/leeway/bin/pip install --no-deps --require-hashes -r requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY actors actors
 COPY learner learner
 COPY replay replay
 COPY services services
+# torch has files for one Python alone, which another cannot compile.
 RUN /opt/leeway/bin/pip install --no-deps --no-build-isolation . \
-    && /opt/leeway/bin/python -m compileall -q /opt/leeway/lib \
+    && /opt/leeway/bin/python -m compileall -q -x 'py3[0-9]+_' /opt/leeway/lib \
     && /opt/leeway/bin/pip uninstall --yes pip
-
-FROM ${BASE} AS build-gpu
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-WORKDIR /src
-RUN python3 -m venv /opt/leeway
-COPY requirements/images/actor-gpu.txt requirements/images/actor-gpu.txt
-# vLLM and torch say themselves which CUDA libraries they need; the list says which versions of them
-# and of what Leeway needs besides.
-RUN /opt/leeway/bin/pip install -r requirements/images/actor-gpu.txt
-COPY pyproject.toml README.md LICENSE ./
-COPY actors actors
-COPY learner learner
-COPY replay replay
-COPY services services
-RUN /opt/leeway/bin/pip install --no-deps --no-build-isolation . \
-    && /opt/leeway/bin/python -m compileall -q /opt/leeway/lib \
-    && /opt/leeway/bin/pip uninstall --yes pip
-
-# hadolint ignore=DL3006
-FROM build-${VARIANT} AS build
 
 FROM ${BASE}
-# Debian keeps only the newest build of a package: a pin here would break the image at its next fix.
+ARG VARIANT=cpu
+# Triton compiles what launches its kernels when a GPU runs the first of them: a C compiler and
+# Python's headers, where the base has none. Debian keeps only the newest build of a package: a pin
+# here would break the image at its next fix.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libgomp1 libnuma1 tini \
+    && if [ "${VARIANT}" = gpu ]; then \
+        apt-get install --yes --no-install-recommends gcc libc6-dev; \
+        test -f "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+            || apt-get install --yes --no-install-recommends python3-dev; \
+    fi \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 leeway \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp leeway \

@@ -8,8 +8,8 @@ FROM ${BASE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python3 -m venv /opt/leeway
-COPY requirements/images/api.txt requirements/images/api.txt
-RUN /opt/leeway/bin/pip install --no-deps -r requirements/images/api.txt
+COPY requirements/images/api.txt requirements.txt
+RUN /opt/leeway/bin/pip install --no-deps --require-hashes -r requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY actors actors
 COPY learner learner

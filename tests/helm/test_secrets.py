@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from leeway.replay.redis_acl import user_line
 from tests.helm import fake_cluster
 from tests.helm.chart import (
     HELMS,
@@ -124,7 +125,7 @@ def variable(documents: list[Document], component: str, name: str) -> dict[str, 
 def test_every_process_takes_the_url_of_redis_from_the_secret(component: str):
     own = objects("default")
     url = variable(own, component, "LEEWAY_REDIS_URL")["value"]
-    assert url == "redis://:$(LEEWAY_REDIS_PASSWORD)@rel-leeway-redis:6379/0"
+    assert url == "redis://leeway:$(LEEWAY_REDIS_PASSWORD)@rel-leeway-redis:6379/0"
     source = variable(own, component, "LEEWAY_REDIS_PASSWORD")["valueFrom"]["secretKeyRef"]
     assert source == {"name": "rel-leeway", "key": "redis-password"}
     outside = variable(objects("outside"), component, "LEEWAY_REDIS_URL")
@@ -157,14 +158,32 @@ def test_a_password_is_in_the_secret_and_nowhere_else():
     assert "secret@" not in json.dumps(others)
 
 
-def test_redis_gets_its_password_by_a_file_in_memory():
+def test_redis_gets_the_hash_of_its_password_by_a_file_in_memory():
     pod = pod_of(objects("default"), "redis")
-    (volume,) = [v for v in pod.spec["volumes"] if v["name"] == "password"]
+    (volume,) = [v for v in pod.spec["volumes"] if v["name"] == "users"]
     assert volume["emptyDir"]["medium"] == "Memory"
-    assert "requirepass" not in json.dumps(
-        find(objects("default"), "ConfigMap", "rel-leeway-redis")
-    )
-    assert "--requirepass" not in json.dumps(pod.main["command"])
+    files = find(objects("default"), "ConfigMap", "rel-leeway-redis")["data"]
+    users = files["users.conf"].splitlines()
+    assert users[0] == "user default off"
+    assert [line.split()[1:4] for line in users[1:]] == [
+        ["leeway", "on", "#HASH"],
+        ["ray", "on", "#HASH"],
+    ]
+    assert users[1] == user_line("#" + "0" * 64).replace("0" * 64, "HASH")
+    assert files["redis.conf"].splitlines()[-1] == "include /run/redis/users.conf"
+
+
+def test_ray_comes_to_redis_as_a_user_of_its_own():
+    def options(ci: str) -> dict[str, Any]:
+        spec = find(objects(ci), "RayService")["spec"]["rayClusterConfig"]
+        return spec["gcsFaultToleranceOptions"]
+
+    assert options("default")["redisUsername"] == {"value": "ray"}
+    assert options("outside")["redisUsername"] == {"value": "ray"}
+    outside = {"gcsFaultTolerance": {"redisAddress": "redis.example.org:6379"}}
+    rendered = render({"redis": OUTSIDE, "serve": outside})
+    cluster = find(rendered, "RayService")["spec"]["rayClusterConfig"]
+    assert set(cluster["gcsFaultToleranceOptions"]) == {"redisAddress"}
 
 
 def test_no_pod_but_the_autoscaling_head_gets_a_token_of_kubernetes():

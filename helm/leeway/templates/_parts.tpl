@@ -12,7 +12,7 @@ puts the password into the URL, so that no object but the Secret holds it. */}}
       name: {{ $secret }}
       key: {{ $redis.secretKeys.password }}
 - name: LEEWAY_REDIS_URL
-  value: redis://:$(LEEWAY_REDIS_PASSWORD)@{{ include "leeway.fullname" . }}-redis:6379/0
+  value: redis://leeway:$(LEEWAY_REDIS_PASSWORD)@{{ include "leeway.fullname" . }}-redis:6379/0
 {{- else -}}
 - name: LEEWAY_REDIS_URL
   valueFrom:
@@ -145,7 +145,7 @@ the file and renames it, so pods that share a volume may all do it, and the seco
         name: {{ . }}
   {{- end }}
   resources:
-    {{- toYaml $fetch.resources | nindent 4 }}
+    {{- include "leeway.resources" $fetch.resources | nindent 4 }}
   securityContext:
     {{- toYaml $root.Values.securityContext | nindent 4 }}
   volumeMounts:

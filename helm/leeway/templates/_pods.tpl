@@ -43,6 +43,23 @@ which. */}}
 {{- toYaml $constraints -}}
 {{- end -}}
 
+{{/* Resources with every quantity as text, as the API server stores it: a number of YAML is a float,
+so that 1e9 would change its form, and older servers take none from Helm 4. */}}
+{{- define "leeway.resources" -}}
+{{- $found := dict -}}
+{{- range $kind, $quantities := . -}}
+{{- if kindIs "map" $quantities -}}
+{{- $texts := dict -}}
+{{- range $name, $quantity := $quantities -}}
+{{- if not (kindIs "invalid" $quantity) -}}{{- $_ := set $texts $name (toString $quantity) -}}{{- end -}}
+{{- end -}}
+{{- $quantities = $texts -}}
+{{- end -}}
+{{- $_ := set $found $kind $quantities -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
 {{/* (root, component, values, container, volumes, init, annotations, hasApiToken)
 
 container: name, image, imagePullPolicy, command, args, ports, env, mounts, and the handlers
@@ -115,7 +132,7 @@ spec:
         {{- include "leeway.probe" (dict "probe" $v.startupProbe "handler" $c.startup) | nindent 8 }}
       {{- end }}
       resources:
-        {{- toYaml $v.resources | nindent 8 }}
+        {{- include "leeway.resources" $v.resources | nindent 8 }}
       securityContext:
         {{- include "leeway.securityContext" . | nindent 8 }}
       volumeMounts:
