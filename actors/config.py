@@ -54,6 +54,10 @@ class PolicyConfig(FrozenModel):
     engine_metrics: bool = False
     """Whether vLLM's own metrics are exported by Ray, beside Ray's (docs/metrics.md). They cost the
     engine some time in every step. Of backend vllm."""
+    trust_remote_code: bool = False
+    """Whether Python code that lies in the model folder is run, by engine and learner. A folder
+    that names such code (auto_map in its config.json) is refused without it. true lets whoever made
+    the folder do what you may do. Of backend vllm."""
 
 
 class SearchConfig(FrozenModel):

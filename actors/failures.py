@@ -61,6 +61,8 @@ class GroupRefused(EpisodeFailure):
 class FailureBudgetExceeded(LeewayError):
     """More groups were dropped for failures than rollout.max_failure_share allows."""
 
+    exit_code = 3
+
 
 class FailureBudget:
     """Counts failures by reason over the last `WINDOW` groups and says when there are too many.

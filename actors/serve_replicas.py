@@ -61,6 +61,7 @@ from leeway.replay.sharded_store import connect_replay
 from leeway.replay.store import ReplayStats
 from leeway.replay.traced_replay import traced
 from leeway.replay.tracing import TracingConfig
+from leeway.replay.vigil import Vigil
 
 SNAPSHOT_S = 1.0
 """Seconds between two looks at the phase, and between two snapshots on the run board."""
@@ -118,8 +119,9 @@ class PolicyServer:
         self._num_requests = 0
         self._clock = BusyClock()
         self._run_board = RunBoard(spec.redis_url, spec.run)
-        self._task = asyncio.create_task(self._membership.run())
-        self._snapshots = asyncio.create_task(self._put_snapshots())
+        self._vigil = Vigil(self._run_board, self.engine_id, owns_loop=False)
+        self._task = self._vigil.start(self._membership.run(), "its place on the policy board")
+        self._snapshots = self._vigil.start(self._put_snapshots(), "its section of the run board")
         await self._until_current(spec)
 
     async def _until_current(self, spec: ActorSpec) -> None:
@@ -198,6 +200,7 @@ class PolicyServer:
         self._task.cancel()
         self._snapshots.cancel()
         await asyncio.gather(self._task, self._snapshots, return_exceptions=True)
+        await self._vigil.end()
         await self._policy.close()
         await self._board.close()
         await self._run_board.close()
@@ -266,7 +269,8 @@ class RolloutServer:
         self._playing: asyncio.Task[None] | None = None
         self._settings = LiveSettings()
         self._waited: deque[tuple[float, float]] = deque(maxlen=RECENT_SNAPSHOTS)
-        self._task = asyncio.create_task(self._follow_phase())
+        self._vigil = Vigil(self._board, self.worker_id, owns_loop=False)
+        self._task = self._vigil.start(self._follow_phase(), "following the phase of the run")
 
     async def _build_worker(self, policy: HandlePolicy) -> RolloutWorker:
         spec = self._spec
@@ -334,7 +338,9 @@ class RolloutServer:
     async def _report_failure(self, ended: asyncio.Task[None]) -> None:
         """Tell the run that it cannot go on; a new worker would only begin the same again."""
         error = ended.exception()
-        await self._board.put("failure", {"reason": f"{self.worker_id}: {error}"})
+        code = getattr(error, "exit_code", 1)
+        reason = f"{self.worker_id}: {error}"
+        await self._board.put("failure", {"reason": reason, "exit_code": code})
         ended.result()
 
     async def _put_snapshot(self) -> None:
@@ -372,6 +378,7 @@ class RolloutServer:
     async def __del__(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        await self._vigil.end()
         if self._playing is not None:
             await self._stop_playing()
         await self._put_snapshot()

@@ -110,7 +110,9 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(f"the tokenizer of {folder} cannot be loaded: {reason}") from None

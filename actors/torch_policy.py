@@ -120,6 +120,8 @@ class TorchPolicy:
         self._decoder = Decoder(model, config.max_num_seqs, config.max_model_len)
         device = self._decoder.device
         generator = torch.Generator(device).manual_seed(seed)
+        self.generator = generator
+        """Of sampling. Its state may be read and set while nothing is decoded."""
         self._prefill_step = EagerStep(self._decoder, generator)
         self._decode_step = (
             GraphStep(self._decoder, generator) if device.type == "cuda" else self._prefill_step
@@ -152,7 +154,9 @@ class TorchPolicy:
         from transformers import AutoModelForCausalLM
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
         return cls(loaded.to(device), Tokens.load(model), config, seed=seed, version=version)
 
     @property

@@ -340,6 +340,7 @@ def set_environment(config: PolicyConfig) -> None:
     """What an engine reads from the environment of the process that starts it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # 1 lets calls to workers be pickled
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if find_spec("flashinfer") is None:
         # vLLM takes for granted on recent GPUs that its sampler is there.
@@ -379,6 +380,8 @@ def engine_arguments(model: Path, config: PolicyConfig, seed: int) -> dict[str, 
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
+        "load_format": "safetensors",
+        "trust_remote_code": config.trust_remote_code,
         **extra,
     }
 

@@ -16,17 +16,28 @@ from leeway.learner.attention import hidden_states
 from leeway.learner.batch import MicroBatch
 from leeway.learner.head import Head, HeadLoss, LossOf, head_logprobs, head_loss
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.model_files import danger_in
 
 _LOGIT_CHANGES: Final = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
-def load_model(path: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """A Hugging Face causal language model with float32 master weights.
+def load_model(
+    path: Path, device: torch.device | str = "cpu", *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A Hugging Face causal language model with float32 master weights, of safetensors files.
 
-    Raises ConfigurationError for an architecture that changes its logits after the head, because
-    log-probs are computed here from the head alone.
+    `trust_remote_code` lets Python code that lies in `path` run.
+
+    Raises ConfigurationError for a model that brings code without that or weights as pickle, and
+    for an architecture that changes its logits after the head, because log-probs are computed here
+    from the head alone.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    danger = danger_in(path, trusts_code=trust_remote_code)
+    if danger is not None:
+        raise ConfigurationError(f"the model in {path} {danger}")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+    )
     for name in _LOGIT_CHANGES:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ConfigurationError(
@@ -78,5 +89,7 @@ def predictor_states(base: Any, micro_batch: MicroBatch) -> Tensor:
 
 def round_weights(folder: Path, dtype: str) -> None:
     """Write the weights of a Hugging Face folder anew, in `dtype`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+    )
     model.save_pretrained(folder)

@@ -49,3 +49,6 @@ AsJson = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check, show the configuration, start nothing.")
 ]
+DryRunOfWork = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, say what would be done, do nothing.")
+]

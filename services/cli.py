@@ -1,6 +1,7 @@
 """The `leeway` command. Every command imports what it needs when it runs; `--help` imports nothing.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input, 130 Ctrl-C. An error is one line on stderr.
+Exit codes: 0 done, 1 the run failed, 2 bad input, 3 it failed and would again, 130 Ctrl-C. An error
+is one line on stderr.
 `leeway doctor` and `leeway sweep` say in their help what else theirs mean.
 """
 
@@ -22,6 +23,7 @@ from leeway.services.export import export
 from leeway.services.process_commands import api, learn, rollout, serve
 from leeway.services.replay_commands import replay_app
 from leeway.services.retriever_commands import retriever_app
+from leeway.services.soak.command import soak
 from leeway.services.status_command import status
 from leeway.services.sweep_commands import RunByDefault, sweep_app
 from leeway.services.train_command import train
@@ -37,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=CONTEXT,
 )
-for command in (train, learn, serve, api, rollout, status, export, doctor):
+for command in (train, learn, serve, api, rollout, status, export, doctor, soak):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(config_app, name="config")
@@ -142,12 +144,12 @@ def _report(error: Exception) -> int:
         return 130
     if isinstance(error, TyperException):
         return _report_usage(error)
-    from leeway.replay.errors import ConfigurationError, DataError, LeewayError
+    from leeway.replay.errors import LeewayError
 
     if not isinstance(error, LeewayError):
         raise error
     print(f"leeway: {error}", file=sys.stderr)
-    return 2 if isinstance(error, ConfigurationError | DataError) else 1
+    return error.exit_code
 
 
 def _report_usage(error: TyperException) -> int:

@@ -24,7 +24,7 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
     "": _of(
         ("doctor", "see whether this machine can run"),
         ("train deploy/configs/demo.toml", "train the bundled policy, in minutes on two cores"),
-        ("status --watch", "watch the latest run from another terminal"),
+        ("status", "watch the latest run from another terminal"),
     ),
     # ---- train
     "train": _of(
@@ -37,6 +37,10 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
         (
             "rollout deploy/configs/demo.toml --num-groups 64 --out groups.leeway",
             "play 64 groups with the policy of the file, without a learner",
+        ),
+        (
+            "rollout deploy/configs/demo.toml --num-groups 64 --out groups.leeway --dry-run",
+            "check everything, say what would be played",
         ),
     ),
     "learn": _of(
@@ -63,8 +67,8 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
     ),
     # ---- look
     "status": _of(
-        ("status", "the latest run, once"),
-        ("status runs/demo-1 --watch", "a live table, until Ctrl-C or the end of the run"),
+        ("status", "the latest run, live on a terminal, until Ctrl-C or its end"),
+        ("status runs/demo-1 --once", "one look at a run"),
         (
             "status http://127.0.0.1:8080 --json",
             "a run elsewhere; LEEWAY_API_TOKEN holds its token",
@@ -139,6 +143,7 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
         ("doctor", "this machine"),
         ("doctor --config deploy/configs/demo.toml", "this machine, for that configuration"),
         ("doctor runs/demo-1", "and the live parts of a run: Redis, API, engines, clocks"),
+        ("doctor runs/demo-1 --bundle", "collect what somebody who was not there needs to see"),
         ("doctor --deep", "and whether engine and learner give tokens the same log-probs"),
     ),
     "config": _of(

@@ -24,7 +24,7 @@ MAX_WIDTH: Final = 100
 PANELS: Final[Mapping[str, Sequence[str]]] = {
     "Train": ("train", "rollout", "learn", "serve", "api"),
     "Look": ("status", "trajectories", "replay"),
-    "Judge": ("eval", "sweep", "bench"),
+    "Judge": ("eval", "sweep", "bench", "soak"),
     "Prepare": ("doctor", "config", "retriever", "export", "warmstart"),
 }
 """The commands of `leeway` by what they are for, in the order of the help page."""

@@ -35,7 +35,6 @@ from leeway.services.config_machine import check_environment, check_files
 from leeway.services.config_text import (
     BUNDLED,
     FREE_TABLES,
-    MASK,
     PATH_KEYS,
     accepts_none,
     describe,
@@ -43,13 +42,14 @@ from leeway.services.config_text import (
     flatten,
     is_text,
     known_keys,
-    mask_url,
     masked,
     unknown_key,
     validation_sentence,
     value_at,
     with_values,
 )
+from leeway.services.redaction import MASK, redacted
+from leeway.services.supervision_config import SupervisionConfig
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -67,7 +67,6 @@ __all__ = [
     "describe",
     "dump",
     "load",
-    "mask_url",
     "masked",
     "remarks",
     "with_values",
@@ -151,6 +150,7 @@ class RunConfig(FrozenModel):
     api: ApiConfig = ApiConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
 
 
 def load(
@@ -172,7 +172,7 @@ def load(
         config = _resolve_paths(_validate(data, source, keys_set), path)
         check(config, source, has_files=has_files)
     except ConfigurationError as error:
-        raise ConfigurationError(mask_url(str(error))) from None
+        raise ConfigurationError(redacted(str(error))) from None
     return config
 
 

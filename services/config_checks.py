@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING
 from leeway.learner.objective.presets import problems as problems_of_objective
 from leeway.learner.objective.presets import resolve
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.model_files import danger_in
 from leeway.replay.redis_urls import parse_url
+from leeway.services.config_secrets import secret_problems
 from leeway.services.config_text import (
     BUNDLED,
     PATH_KEYS,
     QUESTION_FILE,
-    mask_url,
     show,
     value_at,
 )
+from leeway.services.redaction import redacted
 
 if TYPE_CHECKING:
     from leeway.services.config import RunConfig
@@ -44,6 +46,7 @@ def problems(config: RunConfig, *, has_files: bool = True) -> Iterator[str]:
     yield from _deadline_problems(config)
     yield from _eval_problems(config)
     yield from _source_problems(config)
+    yield from secret_problems(config)
     if has_files:
         yield from _file_problems(config)
 
@@ -180,7 +183,7 @@ def _source_problems(config: RunConfig) -> Iterator[str]:
         try:
             parse_url(url)
         except ConfigurationError as error:
-            yield f"{error} (it is {show(mask_url(url))})"
+            yield f"{error} (it is {show(redacted(url))})"
     retriever = config.search.retriever_url
     if retriever is not None and not re.match(r"https?://.", retriever):
         yield f"search.retriever_url = {show(retriever)} must start with http:// or https://"
@@ -190,7 +193,7 @@ def _source_problems(config: RunConfig) -> Iterator[str]:
 def _file_problems(config: RunConfig) -> Iterator[str]:
     yield from _index_problems(config)
     for key, what in PATH_KEYS.items():
-        yield from _path_problems(key, value_at(config, key), what)
+        yield from _path_problems(config, key, value_at(config, key), what)
     yield from _question_file_problems(config)
 
 
@@ -203,7 +206,7 @@ def _question_file_problems(config: RunConfig) -> Iterator[str]:
         )
     paths = [source.path for source in data.sources]
     for i, path in enumerate(paths):
-        yield from _path_problems(f"data.sources[{i}].path", path, QUESTION_FILE)
+        yield from _path_problems(config, f"data.sources[{i}].path", path, QUESTION_FILE)
         if path != BUNDLED and path == data.held_out:
             yield (
                 f"data.held_out is the same file as data.sources[{i}] ({path}); "
@@ -241,7 +244,7 @@ def _index_problems(config: RunConfig) -> Iterator[str]:
             yield f"search.{key} = {show(folder)} is not {what}"
 
 
-def _path_problems(key: str, value: str, what: str) -> Iterator[str]:
+def _path_problems(config: RunConfig, key: str, value: str, what: str) -> Iterator[str]:
     if value == BUNDLED:
         return
     path, wants_folder = Path(value), key == "model"
@@ -252,13 +255,17 @@ def _path_problems(key: str, value: str, what: str) -> Iterator[str]:
     elif path.is_dir() != wants_folder:
         yield f"{key} = {show(value)} is a {'file' if wants_folder else 'folder'}; {remedy}"
     elif wants_folder:
-        yield from _model_problems(key, path, remedy)
+        yield from _model_problems(key, path, remedy, config.policy.trust_remote_code)
 
 
-def _model_problems(key: str, folder: Path, remedy: str) -> Iterator[str]:
+def _model_problems(key: str, folder: Path, remedy: str, trusts_code: bool) -> Iterator[str]:
+    danger = danger_in(folder, trusts_code=trusts_code)
+    if danger is not None:
+        yield f'{key} = "{folder}" {danger}'
+        return
     wanted = {
         "config.json": ("config.json",),
-        "weights (*.safetensors or *.bin)": ("*.safetensors", "*.bin"),
+        "weights (*.safetensors)": ("*.safetensors",),
         "tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer_config.json"),
     }
     for what, patterns in wanted.items():

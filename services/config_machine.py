@@ -91,20 +91,26 @@ def _check_environment_factory(config: RunConfig) -> None:
 
 def check_port(api: ApiConfig, source: str) -> None:
     """Raise ConfigurationError for an address that the API could not listen on now."""
+    check_listening(api.host, api.port, f"{source}: api.host", f"{source}: api.port")
+
+
+def check_listening(host: str, port: int, host_name: str, port_name: str) -> None:
+    """Raise ConfigurationError for an address that nobody could listen on now; the names are those
+    of the two settings."""
     import socket
 
-    family = socket.AF_INET6 if ":" in api.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((api.host, api.port))
+            probe.bind((host, port))
         except socket.gaierror as error:
             raise ConfigurationError(
-                f'{source}: api.host = "{api.host}" is not an address of this machine '
+                f'{host_name} = "{host}" is not an address of this machine '
                 f"({error.strerror}); use 127.0.0.1, or 0.0.0.0 for every interface"
             ) from None
         except OSError as error:
             raise ConfigurationError(
-                f"{source}: api.port = {api.port} cannot be used on {api.host} "
+                f"{port_name} = {port} cannot be used on {host} "
                 f"({error.strerror}); name another, or 0 for a free one"
             ) from None

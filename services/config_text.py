@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 
 from leeway.replay.config import FrozenModel
+from leeway.services.redaction import redacted
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -239,21 +240,11 @@ def _nearest_key(key: str, known: Sequence[str], tables: Sequence[str]) -> str |
     return None
 
 
-MASK: Final = "***"
-"""Stands for a password wherever a configuration is shown or written."""
-
-
-def mask_url(text: str) -> str:
-    """redis://user:secret@host:6379/0 -> redis://user:***@host:6379/0, also inside a sentence."""
-    text = re.sub(r'(?<=://)([^/@:\s"]*):[^\s"]*@', rf"\1:{MASK}@", text)
-    return re.sub(r'([?&]\w*password=)[^&\s"]*', rf"\1{MASK}", text)
-
-
 def masked(config: RunConfig) -> RunConfig:
     """The configuration without secrets, for showing and for the run directory."""
     if config.replay.url is None:
         return config
-    return with_values(config, {"replay.url": mask_url(config.replay.url)})
+    return with_values(config, {"replay.url": redacted(config.replay.url)})
 
 
 def dump(config: RunConfig) -> str:

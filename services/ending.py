@@ -14,7 +14,7 @@ from leeway.replay.errors import WaitTimeout
 DONE_S: Final = 3600.0
 """How long the evaluation after training may take, engines that must be started again included."""
 LOOK_S: Final = 0.5
-STAY_S: Final = 5.0
+STAY_S: Final = 2.0
 
 
 async def until_done(
@@ -41,12 +41,7 @@ async def until_done(
         await asyncio.sleep(LOOK_S)
 
 
-async def until_stopped(is_stopping: Callable[[], bool], beat: Callable[[], None]) -> None:
-    """Wait for a signal, for ever: a supervisor would start again what ends."""
-    waited_s = STAY_S
-    while not is_stopping():
-        if waited_s >= STAY_S:
-            beat()
-            waited_s = 0.0
-        await asyncio.sleep(LOOK_S)
-        waited_s += LOOK_S
+async def until_stopped(stop_requested: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until asked to stop, for ever: a supervisor would start again what ends."""
+    while not await stop_requested():
+        await asyncio.sleep(STAY_S)

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -39,6 +38,7 @@ from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.store import Lease, Replay
 from leeway.replay.traced_replay import traced
+from leeway.replay.vigil import Vigil
 from leeway.services.config import RunConfig
 from leeway.services.config_machine import check_packages
 from leeway.services.ending import until_done, until_stopped
@@ -50,6 +50,7 @@ from leeway.services.metering import Metering
 from leeway.services.processes.joining import JOINED, begin
 from leeway.services.records import Records
 from leeway.services.results import write_results
+from leeway.services.resumption import cut_steps
 from leeway.services.snapshot import build_snapshot
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,11 @@ class LearnerProcess:
         """Model, optimizer and version: from the last checkpoint, else from the base model."""
         base = model_dir(self._config.model)
         found = checkpoint.latest(self._run.checkpoints)
-        model = load_model(found.path if found else base, self._world.device)
+        model = load_model(
+            found.path if found else base,
+            self._world.device,
+            trust_remote_code=self._config.policy.trust_remote_code,
+        )
         self._trainer = Trainer(model, self._config.learner, self._world)
         self._checkpoints = checkpoint.Checkpoints(self._run.checkpoints, base, self._world)
         self.version = PolicyVersion(0)
@@ -153,7 +158,7 @@ class LearnerProcess:
         if self._world.rank == 0:
             await self._lead()
         else:
-            self._follow()
+            await self._follow()
         self._world.close()
 
     # ---- rank 0
@@ -171,7 +176,8 @@ class LearnerProcess:
         self._publisher = Publisher(policies, self._world.device, timeout_s)
         self._requests = Requests(self._board, self)
         records = Records(self._run, self._board)
-        keeping = asyncio.create_task(records.keep())
+        vigil = Vigil(self._board, "learner")
+        keeping = vigil.start(records.keep(), "copying events to the run directory")
         try:
             await begin(self._board, self._config, name, self.version)
             await self._requests.forget()
@@ -190,16 +196,19 @@ class LearnerProcess:
             await write_results(self._run, self._config, self._board)
             await self._metering.finish(is_done=True)
             if self._stays:
-                await until_stopped(self._is_stopping, self._sign)
+                await until_stopped(self.stop_requested)
+            self._order(End())
         except LearnerStopped:
             self._save_and_wait()
+            self._order(End())
             raise
+        # After an error the others are told nothing: it would wait for one that may be what failed,
+        # and hide the error meanwhile. They end when this process closes its connections.
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             await self._metering.finish()
-            with suppress(WaitTimeout):  # they may have ended with the same error: that one counts
-                self._order(End())
+            await vigil.end()
             await replay.close()
             await policies.close()
             await self._board.close()
@@ -209,9 +218,12 @@ class LearnerProcess:
         """Bring buffer and engines to this learner's version before anything is admitted."""
         await replay.pause_admission(True)
         dropped = await replay.restore_version(self.version)
-        if dropped:
+        lost = cut_steps(self._run.metrics, self.version)
+        if dropped or lost:
             await self._board.append_event(
-                "learner", f"resumed at version {self.version}; {dropped} groups of lost versions"
+                "learner",
+                f"resumed at version {self.version}; {lost} steps are trained again; {dropped} "
+                "groups of lost versions were dropped",
             )
         await self.catch_up()
         if not await self.stop_requested():
@@ -228,9 +240,6 @@ class LearnerProcess:
         self._heartbeat.beat()
         if self._world.size > 1:
             self._order(Idle())
-
-    def _is_stopping(self) -> bool:
-        return self._stop
 
     async def train(self, lease: Lease) -> None:
         """One optimizer step; the staleness bound is asserted on what is about to be trained."""
@@ -407,11 +416,17 @@ class LearnerProcess:
 
     # ---- the other ranks
 
-    def _follow(self) -> None:
-        """Do as rank 0 says. What a gather yields is let go: rank 0 alone publishes."""
+    async def _follow(self) -> None:
+        """Do as rank 0 says. What a gather yields is let go: rank 0 alone publishes.
+
+        A rank that is told to stop, as when its pod alone is deleted, asks rank 0 to: by itself it
+        can write no checkpoint, since each holds a part of one.
+        """
         while True:
             order = msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Order)
             self._heartbeat.beat()
+            if self._stop:
+                await self._ask_to_stop()
             match order:
                 case Train(groups):
                     self._step(tuple(decode(group) for group in groups))
@@ -426,6 +441,13 @@ class LearnerProcess:
                 case End():
                     self._checkpoints.close()
                     return
+
+    async def _ask_to_stop(self) -> None:
+        board = RunBoard(self._redis_url, self._run.root.name)
+        try:
+            await board.request_stop(f"rank {self._world.rank} of the learner was told to stop")
+        finally:
+            await board.close()
 
 
 async def until_training(

@@ -8,7 +8,7 @@ the run directory stays as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import ValidationError
 
@@ -63,6 +63,35 @@ def text_of(key: str) -> str:
 def value_of(config: RunConfig, key: str) -> float:
     """The value in the configuration."""
     return float(value_at(config, key))
+
+
+class Bounds(NamedTuple):
+    """What values a key may have by itself; other keys may narrow that further."""
+
+    minimum: float | None
+    """None: no bound."""
+    maximum: float | None
+    is_minimum_allowed: bool
+    """False: it must be above `minimum`."""
+    is_whole: bool
+    """Only whole numbers."""
+
+
+def bounds_of(key: str) -> Bounds:
+    """Of the key in the configuration. learner.learning_rate: above 0, without an upper bound."""
+    field = known_keys()[key]
+    found = {
+        name: float(value)
+        for rule in field.metadata
+        for name in ("gt", "ge", "le")
+        if (value := getattr(rule, name, None)) is not None
+    }
+    return Bounds(
+        minimum=found.get("gt", found.get("ge")),
+        maximum=found.get("le"),
+        is_minimum_allowed="gt" not in found,
+        is_whole=field.annotation is int,
+    )
 
 
 def _whole(key: str, value: float) -> Any:

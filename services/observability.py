@@ -18,15 +18,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from leeway.services.snapshot import EngineView, RunView, Snapshot, build_snapshot
+from leeway.services.api.models import Engine, Run, Status
+from leeway.services.snapshot import build_snapshot
 
-__all__ = ["Display", "Snapshot", "build_snapshot", "progress_line", "render"]
+__all__ = ["Display", "build_snapshot", "progress_line", "render"]
 
 QUIET_LINE_S: Final = 10.0
 """Seconds between plain lines while no step ends."""
 
 
-def render(snapshot: Snapshot) -> RenderableType:
+def render(snapshot: Status) -> RenderableType:
     """The live table; made for 100 columns, usable from 80."""
     parts: list[RenderableType] = [_progress(snapshot.run), Text(), _columns(snapshot)]
     if snapshot.engines:
@@ -45,7 +46,7 @@ def render(snapshot: Snapshot) -> RenderableType:
     )
 
 
-def _progress(run: RunView) -> RenderableType:
+def _progress(run: Run) -> RenderableType:
     row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
@@ -59,7 +60,7 @@ def _progress(run: RunView) -> RenderableType:
     return row
 
 
-def _columns(snapshot: Snapshot) -> RenderableType:
+def _columns(snapshot: Status) -> RenderableType:
     columns = Table.grid(padding=(0, 2), expand=True)
     for _ in range(3):
         columns.add_column(ratio=1)
@@ -73,7 +74,7 @@ def _columns(snapshot: Snapshot) -> RenderableType:
     return Group(columns, Text(), _waiting(snapshot))
 
 
-def _waiting(snapshot: Snapshot) -> RenderableType:
+def _waiting(snapshot: Status) -> RenderableType:
     """Who waits; below it, on one line, what the buffer last refused and why."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="cyan")
@@ -94,7 +95,7 @@ def _facts(title: str, facts: Iterable[tuple[str, str]]) -> RenderableType:
     return Group(Text(title, style="cyan"), table)
 
 
-def _learning_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
+def _learning_facts(snapshot: Status) -> list[tuple[str, str]]:
     learning, held_out = snapshot.learning, snapshot.eval
     change = _number(held_out.before, ".3f")
     if held_out.latest is not None:
@@ -107,7 +108,7 @@ def _learning_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _off_policy_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
+def _off_policy_facts(snapshot: Status) -> list[tuple[str, str]]:
     staleness, learning = snapshot.staleness, snapshot.learning
     bound = f" of {staleness.bound}" if staleness.bound is not None else ""
     return [
@@ -118,7 +119,7 @@ def _off_policy_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _flow_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
+def _flow_facts(snapshot: Status) -> list[tuple[str, str]]:
     replay = snapshot.replay
     return [
         ("generated t/s", _number(snapshot.generated_tokens_per_s, ",.0f")),
@@ -128,7 +129,7 @@ def _flow_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _engine_table(engines: Iterable[EngineView]) -> RenderableType:
+def _engine_table(engines: Iterable[Engine]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan", pad_edge=False)
     table.add_column("engine")
     for title in ("version", "pause", "transfer", "tok/s"):
@@ -159,7 +160,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
-def progress_line(snapshot: Snapshot) -> str:
+def progress_line(snapshot: Status) -> str:
     """One line for logs: the same numbers, what is not known left out."""
     run, learning, staleness = snapshot.run, snapshot.learning, snapshot.staleness
     facts = [
@@ -190,7 +191,7 @@ class Display:
         self._console = console or Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._is_quiet = is_quiet
-        self._shown: Snapshot | None = None
+        self._shown: Status | None = None
         self._last: tuple[str, int] | None = None
         self._last_at = 0.0
         self._last_note = ""
@@ -209,7 +210,7 @@ class Display:
         if self._live.is_started:
             self._live.stop()
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Status) -> None:
         """Show this one."""
         self._shown, self._last_note = snapshot, ""
         if self._is_quiet:

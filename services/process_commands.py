@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leeway.services.arguments import AsJson, DryRun
+from leeway.services.arguments import AsJson, DryRun, DryRunOfWork
 from leeway.services.completion import configuration_files, run_directories
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ LearnAsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="With --dry-run: the configuration as one JSON line; with --from: the result.",
+        help="With --dry-run: what would be done as one JSON line; with --from: the result.",
     ),
 ]
 
@@ -85,12 +85,31 @@ def _learn_from(
 
     config = load(file)
     if dry_run:
-        from leeway.services.config_commands import print_configuration
-
-        return print_configuration(config, as_json)
+        return _tell_learn_from(config, archive, run_dir, as_json)
     from leeway.services.experiments.trace_replay import learn_from
 
     raise typer.Exit(learn_from(config, archive, run_dir, as_json=as_json))
+
+
+def _tell_learn_from(config: RunConfig, archive: Path, run_dir: Path, as_json: bool) -> None:
+    from leeway.actors.config import model_dir
+    from leeway.services.config import check_files
+    from leeway.services.dry_run import Place, Plan, check_writable, found, tell
+    from leeway.services.experiments.trace_replay import plan_of
+
+    check_files(config)
+    num_groups, num_steps = plan_of(config, archive, run_dir)
+    check_writable(run_dir, "--run-dir")
+    tell(
+        Plan(
+            does=f"train {num_steps:,} steps of {config.replay.groups_per_step} groups with "
+            f"{config.learner.objective}, under {config.replay.staleness_policy}",
+            reads=[found("archive", archive), found("policy", model_dir(config.model))],
+            writes=[Place(what="run directory", where=str(run_dir))],
+            facts={"groups recorded": num_groups},
+        ),
+        as_json,
+    )
 
 
 def serve(
@@ -100,6 +119,9 @@ def serve(
     if dry_run:
         return _show_plan(file, as_json)
     config, run = _joined(file, run_dir)
+    from leeway.services.processes.foster import fork_below
+
+    fork_below()
     from leeway.services.processes.serve import serve as run_serving
 
     raise typer.Exit(run_serving(config, run))
@@ -136,6 +158,7 @@ def rollout(
     ],
     out: Annotated[Path, typer.Option("--out", metavar="ARCHIVE", help="File that receives them.")],
     force: Annotated[bool, typer.Option("--force", help="Replace ARCHIVE.")] = False,
+    dry_run: DryRunOfWork = False,
     as_json: AsJson = False,
 ) -> None:
     """Play groups without a learner, and write them as `leeway replay export` does."""
@@ -146,6 +169,8 @@ def rollout(
     config = load(file)
     check_absent(out, force)
     check_files(config)
+    if dry_run:
+        return _tell_rollout(config, num_groups, out, as_json)
     from leeway.services.processes.rollout import collect
 
     found = collect(config, num_groups, out, overwrite=force)
@@ -156,6 +181,47 @@ def rollout(
         typer.echo(json.dumps(written))
     else:
         typer.echo(f"{found.num_groups:,} groups, {found.num_bytes:,} bytes in {out}")
+
+
+def _tell_rollout(config: RunConfig, num_groups: int, out: Path, as_json: bool) -> None:
+    from leeway.actors.config import corpus_file, model_dir, train_file
+    from leeway.replay.connection import address
+    from leeway.replay.server import check_url
+    from leeway.services.config_machine import check_packages
+    from leeway.services.dry_run import Place, Plan, check_writable, found, tell
+
+    check_packages(config)
+    check_writable(out, "--out")
+    redis = "one of its own, for the while"
+    if config.replay.url is not None:
+        check_url(config.replay.url)
+        redis = address(config.replay.url)
+    size, search = config.rollout.group_size, config.search
+    passages = (
+        Place(what="passages", where=search.retriever_url)
+        if search.retriever_url
+        else found("passages", Path(search.index) if search.index else corpus_file(search))
+    )
+    sources = [Path(source.path) for source in config.data.sources] or [train_file(config.data)]
+    tell(
+        Plan(
+            does=f"play {num_groups:,} groups of {size} with the {config.policy.backend} policy",
+            reads=[
+                found("policy", model_dir(config.model)),
+                passages,
+                *(found("questions", path) for path in sources),
+            ],
+            writes=[Place(what="archive", where=str(out))],
+            facts={
+                "trajectories": num_groups * size,
+                "tokens at most": num_groups * size * config.policy.max_model_len,
+                "workers": config.rollout.num_workers,
+                "engines": config.policy.num_replicas,
+                "Redis": redis,
+            },
+        ),
+        as_json,
+    )
 
 
 def _show_plan(file: Path, as_json: bool) -> None:

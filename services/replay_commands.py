@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from leeway.services.arguments import AsJson, ConfigFile, Overrides, RunDir
+from leeway.services.arguments import AsJson, ConfigFile, DryRunOfWork, Overrides, RunDir
 
 if TYPE_CHECKING:
     from leeway.replay.archive_buffer import Imported, OpenBuffer
     from leeway.replay.config import ReplayConfig
+    from leeway.replay.store import ReplayStats
     from leeway.services.layout import RunDirectory
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ def replay_export(
     config: ConfigFile = None,
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    dry_run: DryRunOfWork = False,
     as_json: AsJson = False,
 ) -> None:
     """Write every group of a buffer to FILE; the run goes on."""
@@ -83,6 +85,8 @@ def replay_export(
 
     check_absent(file, force)
     with _opened(run_dir, url, run, config, overrides or ()) as target:
+        if dry_run:
+            return _tell_export(target, file, as_json)
         exported = target.run(lambda buffer: export_groups(buffer, file, force))
     if as_json:
         return _print_json(exported._asdict())
@@ -100,6 +104,7 @@ def replay_import(
     run: RunName = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
+    dry_run: DryRunOfWork = False,
     as_json: AsJson = False,
 ) -> None:
     """Store the groups of FILE in a buffer; those it has already are left alone."""
@@ -107,13 +112,57 @@ def replay_import(
 
     check_readable(file)
     with _opened(run_dir, url, run, config, overrides or (), for_import=True) as target:
-        imported = target.run(lambda buffer: import_groups(buffer, file))
+        imported = target.run(lambda buffer: import_groups(buffer, file, stores=not dry_run))
+    if dry_run:
+        return _tell_import(target, file, imported, as_json)
     if as_json:
         _print_json({**imported._asdict(), "fault": imported.fault and str(imported.fault)})
     else:
         typer.echo(_import_words(imported, file))
     if imported.fault is not None:
         raise imported.fault
+
+
+def _tell_export(target: Target, file: Path, as_json: bool) -> None:
+    from leeway.replay.connection import address
+    from leeway.services.dry_run import Place, Plan, check_room, check_writable, tell
+
+    async def stats_of(buffer: OpenBuffer) -> ReplayStats:
+        return await buffer.replay.stats()
+
+    stats = target.run(stats_of)
+    check_writable(file, "FILE")
+    check_room(file, stats.num_bytes)
+    where = f"{target.name} at {address(target.url)}"
+    tell(
+        Plan(
+            does=f"write {stats.num_ready + stats.num_leased:,} groups",
+            reads=[Place(what="buffer", where=where, num_bytes=stats.num_bytes)],
+            writes=[Place(what="archive, at most", where=str(file), num_bytes=stats.num_bytes)],
+            facts={"learner version": int(stats.learner_version)},
+        ),
+        as_json,
+    )
+
+
+def _tell_import(target: Target, file: Path, imported: Imported, as_json: bool) -> None:
+    from leeway.replay.connection import address
+    from leeway.services.dry_run import Place, Plan, found, tell
+
+    if imported.fault is not None:
+        raise imported.fault
+    tell(
+        Plan(
+            does=f"store {imported.num_groups:,} groups",
+            reads=[found("archive", file)],
+            writes=[Place(what="buffer", where=f"{target.name} at {address(target.url)}")],
+            facts={
+                "learner version": int(imported.learner_version),
+                **{f"skipped ({why})": number for why, number in sorted(imported.skipped.items())},
+            },
+        ),
+        as_json,
+    )
 
 
 def _import_words(imported: Imported, file: Path) -> str:

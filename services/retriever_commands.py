@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from leeway.services.arguments import AsJson
+from leeway.services.arguments import AsJson, DryRunOfWork
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -50,6 +50,7 @@ def retriever_index(
         typer.Option("--passage-prefix", help='Before passages; else "passage: " for E5 models.'),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the index in DIR.")] = False,
+    dry_run: DryRunOfWork = False,
     as_json: AsJson = False,
 ) -> None:
     """Build the index of a corpus in a folder, whole or not at all."""
@@ -62,6 +63,8 @@ def retriever_index(
     _check_encoder(kind, encoder, query_prefix, passage_prefix)
     check_target(out, force)
     model = None if encoder is None else load_encoder(encoder, query_prefix, passage_prefix)
+    if dry_run:
+        return _tell_index(corpus, out, kind, encoder, as_json)
     documents = (document for _, document in stream_documents(corpus))
     began = time.monotonic()
     with _Shown() as shown:
@@ -69,6 +72,33 @@ def retriever_index(
             documents, out, kind=kind, encoder=model, force=force, progress=shown.update
         )
     _report(manifest, out, time.monotonic() - began, as_json)
+
+
+def _tell_index(corpus: Path, out: Path, kind: Kind, encoder: Path | None, as_json: bool) -> None:
+    """After reading the corpus through, as the build does."""
+    from leeway.actors.search.documents import stream_documents
+    from leeway.services.dry_run import Place, Plan, check_writable, found, tell
+
+    check_writable(out, "--out")
+    with _Shown() as shown:
+        num_passages = num_characters = 0
+        for _, document in stream_documents(corpus):
+            num_passages += 1
+            num_characters += len(document.title) + len(document.text)
+            if num_passages % 1000 == 0:
+                shown.update("reading", num_passages)
+    tell(
+        Plan(
+            does=f"index {num_passages:,} passages as {kind}",
+            reads=[
+                found("corpus", corpus),
+                *([] if encoder is None else [found("encoder", encoder)]),
+            ],
+            writes=[Place(what="index", where=str(out))],
+            facts={"characters": num_characters},
+        ),
+        as_json,
+    )
 
 
 def _check_encoder(kind: Kind, encoder: Path | None, *prefixes: str | None) -> None:
@@ -163,6 +193,7 @@ def retriever_serve(
     cache: Annotated[
         int, typer.Option("--cache", min=0, help="Answers kept, the least recent go first.")
     ] = 8192,
+    dry_run: DryRunOfWork = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Say where it listens as one JSON line on stdout."),
@@ -180,6 +211,8 @@ def retriever_serve(
     logging.basicConfig(level=logging.WARNING, format="leeway: %(message)s")
     path = corpus_file(SearchConfig()) if str(source) == "bundled" else source
     index = index_at(path, encoder)
+    if dry_run:
+        return _tell_serve(path, len(index), index.kind, host, port, as_json)
     limits = ServiceLimits(
         max_batch=max_batch, max_queue=max_queue, timeout_s=timeout_s, max_cached=cache
     )
@@ -188,6 +221,23 @@ def retriever_serve(
         host,
         port,
         lambda url: _say_where(url, len(index), index.kind, as_json),
+    )
+
+
+def _tell_serve(
+    path: Path, num_passages: int, kind: str, host: str, port: int, as_json: bool
+) -> None:
+    from leeway.services.config_machine import check_listening
+    from leeway.services.dry_run import Place, Plan, found, tell
+
+    check_listening(host, port, "--host", "--port")
+    tell(
+        Plan(
+            does=f"serve {num_passages:,} passages, {kind}",
+            reads=[found("index", path)],
+            writes=[Place(what="address", where=f"http://{host}:{port}/retrieve")],
+        ),
+        as_json,
     )
 
 

@@ -28,10 +28,12 @@ from leeway.actors.serve_handles import HandleRollouts, application_handle
 from leeway.actors.serve_replicas import ActorSpec
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.sharded_store import connect_replay
 from leeway.services.config import RunConfig, load
 from leeway.services.layout import RunDirectory
 from leeway.services.processes.course import Course
 from leeway.services.processes.joining import redis_url_of, wait_for_redis
+from leeway.services.watch import Watchdog, evidence_of, until_one_fails
 from leeway.services.wiring import actor_spec
 
 ARGUMENTS = {"config", "run_dir"}
@@ -61,7 +63,7 @@ def rollout(args: Mapping[str, str]) -> serve.Application:
 def course(args: Mapping[str, str]) -> serve.Application:
     """The course of the run: phases and evaluations."""
     config, run = _read(args)
-    return CourseServer.bind(config, redis_url_of(config), run.root.name)
+    return CourseServer.bind(config, redis_url_of(config), run)
 
 
 def _spec(args: Mapping[str, str]) -> ActorSpec:
@@ -82,19 +84,24 @@ def _read(args: Mapping[str, str]) -> tuple[RunConfig, RunDirectory]:
 
 @serve.deployment(num_replicas=1, health_check_period_s=5, ray_actor_options={"num_cpus": 0})
 class CourseServer:
-    """Moves the run through its phases. Serve starts it again when it fails."""
+    """Moves the run through its phases, and watches it. Serve starts it again when it fails."""
 
-    def __init__(self, config: RunConfig, redis_url: str, run: str) -> None:
+    def __init__(self, config: RunConfig, redis_url: str, run: RunDirectory) -> None:
         logging.basicConfig(level=logging.INFO)
         self._task = asyncio.create_task(self._keep(config, redis_url, run))
 
-    async def _keep(self, config: RunConfig, redis_url: str, run: str) -> None:
-        await wait_for_redis(redis_url, run)
-        board = RunBoard(redis_url, run)
+    async def _keep(self, config: RunConfig, redis_url: str, run: RunDirectory) -> None:
+        name = run.root.name
+        await wait_for_redis(redis_url, name)
+        board = RunBoard(redis_url, name)
+        replay = connect_replay(redis_url, name, config.replay)
         try:
             workers = await application_handle("rollout", config.policy.start_timeout_s)
-            await Course(board, config, HandleRollouts(workers).evaluate).keep()
+            course = Course(board, config, HandleRollouts(workers).evaluate)
+            dog = Watchdog(board, replay, config, evidence_of(run))
+            await until_one_fails(course.keep(), dog.keep())
         finally:
+            await replay.close()
             await board.close()
 
     async def check_health(self) -> None:

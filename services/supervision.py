@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +27,20 @@ __all__ = [
     "ChildDied",
     "Process",
     "adopt_orphans",
+    "children",
     "descendants",
     "end_all",
+    "end_found",
+    "end_with_parent",
+    "family_of",
     "last_error",
-    "marked",
     "start",
-    "started_at",
 ]
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+
+MAX_ROUNDS = 5
 
 _CAUSE = re.compile(
     r"leeway: (?P<sentence>.+)"  # how the command line ends
@@ -49,6 +53,16 @@ _CAUSE = re.compile(
 
 class ChildDied(LeewayError):
     """A process of the run ended by itself. One sentence with the cause, where its log has one."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        """`code`: what it exited with; negative for a signal, None where it never started."""
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended by an error of its own; a shell's 137 means that signal 9 ended it."""
+        return self.code is not None and 0 < self.code < 128
 
 
 @dataclass
@@ -67,7 +81,8 @@ class Child:
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         cause = last_error(self.log, self.log_start) if code > 0 else None
         why = f" ({cause})" if cause else ""
-        return ChildDied(f"the {self.name} process ended with {how}{why}; its log is {self.log}")
+        sentence = f"the {self.name} process ended with {how}{why}; its log is {self.log}"
+        return ChildDied(sentence, code)
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then after `grace_s` SIGKILL; what it started ends with it."""
@@ -99,12 +114,13 @@ async def start(
             stderr=sink,
             env={**os.environ, **environment},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
     return Child(name, process, log, log_start)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """The kernel sends this process SIGTERM when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -125,6 +141,14 @@ def last_error(log: Path, start: int = 0) -> str | None:
     return None if found is None else str(found[found.lastgroup or 0])[:500]
 
 
+def children(pid: int) -> list[psutil.Process]:
+    """Every process whose parent is `pid`, the dead that wait to be reaped included."""
+    try:
+        return psutil.Process(pid).children()
+    except psutil.Error:
+        return []
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """Every living process below `pid`."""
     try:
@@ -133,24 +157,22 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def marked(variable: str, value: str) -> list[psutil.Process]:
-    """Every process of this user whose environment, when it started, held `variable` = `value`."""
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
+def family_of(pid: int) -> list[tuple[int, list[str]]]:
+    """Process id and command line of `pid` and all below it; empty where it is over."""
+    found: list[tuple[int, list[str]]] = []
+    for process in _itself(pid) + descendants(pid):
         try:
-            if process.environ().get(variable) == value:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue  # of another user, or over
+            found.append((process.pid, process.cmdline() or [process.name()]))
+        except psutil.Error:
+            continue  # over meanwhile
     return found
 
 
-def started_at(pid: int) -> float:
-    """Unix time; 0 for a process that is over."""
+def _itself(pid: int) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).create_time()
+        return [psutil.Process(pid)]
     except psutil.Error:
-        return 0.0
+        return []
 
 
 def end_all(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> None:
@@ -162,6 +184,15 @@ def end_all(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> None:
     for process in alive:
         _signal(process, signal.SIGKILL)
     psutil.wait_procs(alive, timeout=grace_s)
+
+
+def end_found(find: Callable[[], Sequence[psutil.Process]]) -> None:
+    """End what `find` finds until it finds nothing: one that ends may have started another."""
+    for _ in range(MAX_ROUNDS):
+        found = find()
+        if not found:
+            return
+        end_all(found)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

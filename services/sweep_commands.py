@@ -63,19 +63,21 @@ def sweep_run(
         str | None,
         typer.Option("--executor", metavar="NAME", help="ray or processes; else the file's."),
     ] = None,
+    num_gpus: Annotated[
+        float | None,
+        typer.Option("--num-gpus", min=0, metavar="N", help="GPUs of one arm; else the file's."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, print the arms, run nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run every arm that has not ended, then write the report."""
-    from leeway.services.experiments.sweep_file import load_sweep, with_executor
+    from leeway.services.experiments.sweep_file import load_sweep, with_resources
 
-    sweep = load_sweep(file, overrides or ())
-    if executor is not None:
-        sweep = with_executor(sweep, executor)
+    sweep = with_resources(load_sweep(file, overrides or ()), executor, num_gpus)
     if dry_run:
-        return _print_arms(sweep, as_json)
+        return _print_arms(sweep, _folder_of(sweep, out), as_json)
     _run(sweep, _folder_of(sweep, out), max_minutes, retry_failed, as_json)
 
 
@@ -160,25 +162,38 @@ def _end(folder: SweepFolder, state: SweepState, as_json: bool) -> None:
         typer.echo(msgspec.json.encode(body).decode())
 
 
-def _print_arms(sweep: Sweep, as_json: bool) -> None:
+def _print_arms(sweep: Sweep, folder: SweepFolder, as_json: bool) -> None:
+    """The arms, where they would be kept, and how many have ended there."""
     import msgspec
 
+    from leeway.services.dry_run import check_writable
     from leeway.services.experiments.sweep_arms import grid_arms, scan_arms
 
     grid = grid_arms(sweep)
     scan = scan_arms(sweep, grid)
+    folder.check(sweep.identity())
+    check_writable(folder.root, "--out")
+    ended = {result.spec.name for result in folder.results()}
     if as_json:
         arms = [
             {"name": a.name, "is_scan": a.is_scan, "rate_from_scan": a.needs_rate, **a.values}
             for a in (*scan, *grid)
         ]
-        return typer.echo(msgspec.json.encode({"name": sweep.file.name, "arms": arms}).decode())
+        body = {"dry_run": True, "name": sweep.file.name, "folder": str(folder.root)}
+        return typer.echo(
+            msgspec.json.encode(body | {"num_ended": len(ended), "arms": arms}).decode()
+        )
     for arm in scan:
         typer.echo(f"scan  {arm.name}")
     for arm in grid:
         rate = "  (learning rate: from the scan)" if arm.needs_rate else ""
         typer.echo(f"grid  {arm.name}{rate}")
     typer.echo(f"{len(scan)} arms of the scan, {len(grid)} of the grid; some may be the same")
+    resources = sweep.file.resources
+    typer.echo(
+        f"each with {resources.num_cpus:g} cores and {resources.num_gpus:g} GPUs, by "
+        f"{resources.executor}; kept in {folder.root}, where {len(ended)} have ended"
+    )
 
 
 # ---- report

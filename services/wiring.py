@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from leeway.actors.config import model_dir
+from leeway.services.closed_ray import close_ray
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory
-from leeway.services.processes.guardian import guarded
 
 if TYPE_CHECKING:
     from leeway.actors.serve_replicas import ActorSpec
@@ -45,27 +45,23 @@ def started_ray(metrics_port: int = 0) -> Iterator[None]:
     """A Ray of this machine alone, in a temporary folder that goes with it. It exports its metrics
     at `metrics_port`; 0 takes a free one.
 
-    RAY_ADDRESS, where it is set, joins that cluster instead and ends nothing there.
+    RAY_ADDRESS, where it is set, joins that cluster instead and ends nothing there. Ray's daemons
+    outlive a driver that is killed: a command that calls this begins with `foster.fork_below`.
     """
+    is_joining = bool(os.environ.get("RAY_ADDRESS"))
+    if not is_joining:
+        close_ray()
     import ray
 
-    if os.environ.get("RAY_ADDRESS"):
+    if is_joining:
         ray.init(logging_level=logging.WARNING)
         try:
             yield
         finally:
             ray.shutdown()
         return
-    with guarded():
-        yield from _local_ray(metrics_port)
-
-
-def _local_ray(metrics_port: int) -> Iterator[None]:
-    import ray
-
     # Sockets live below this folder and their paths may have 107 characters: keep it short.
     folder = tempfile.mkdtemp(prefix="r-")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(
             address="local",

@@ -125,8 +125,9 @@ def _load(folder: Path, device: str) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModel.from_pretrained(folder, local_files_only=True)
+        local: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+        model = AutoModel.from_pretrained(folder, use_safetensors=True, **local)
     except Exception as error:  # transformers and safetensors raise whatever a folder makes them
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(f"the encoder {folder} cannot be loaded: {reason}") from None

@@ -78,14 +78,17 @@ stop() {
     [[ $code == 0 ]] || { engine logs --tail 20 "$name"; return 1; }
 }
 
-# until SECONDS NAME COMMAND...: until it succeeds, as long as the container runs.
+# until_true SECONDS COMMAND...: until it succeeds, as long as every container runs.
 until_true() {
-    local deadline=$((SECONDS + $1)) name=leeway-check-$$-$2
-    shift 2
+    local deadline=$((SECONDS + $1))
+    shift
     until "$@" > /dev/null 2>&1; do
-        if ((SECONDS > deadline)) || [[ $(engine inspect --format '{{.State.Running}}' "$name") != true ]]; then
-            echo "$name: $* did not come true" >&2
-            for container in "${containers[@]}"; do engine logs --tail 20 "$container" >&2 || true; done
+        if ((SECONDS > deadline)) || engine inspect --format '{{.State.Running}}' "${containers[@]}" | grep -q false; then
+            echo "did not come true: $*" >&2
+            for container in "${containers[@]}"; do
+                echo "--- $container" >&2
+                engine logs --tail 20 "$container" >&2 || true
+            done
             return 1
         fi
         sleep 1
@@ -111,7 +114,7 @@ check_api() {
     local port
     port=$(free_port)
     start api "$(image api)" -- api /etc/leeway/config.toml --run-dir /var/lib/leeway/runs/check --port "$port"
-    until_true 120 api curl --silent --fail --max-time 2 "http://127.0.0.1:$port/livez"
+    until_true 120 curl --silent --fail --max-time 2 "http://127.0.0.1:$port/livez"
     check_user_and_init api
 }
 
@@ -121,16 +124,18 @@ check_run() {
     binary='import sys; from leeway.replay.server import find_server_binary as f; import os; os.execv(f(), ["redis-server", *sys.argv[1:]])'
     start redis "$(image actor)" --entrypoint '["/opt/leeway/bin/python", "-c"]' -- \
         "$binary" --port "$redis_port" --bind 127.0.0.1 --dir /tmp --save ""
-    until_true 60 redis bash -c "exec 3<> /dev/tcp/127.0.0.1/$redis_port"
+    until_true 60 bash -c "exec 3<> /dev/tcp/127.0.0.1/$redis_port"
     start serve "$(image actor)" -- serve /etc/leeway/config.toml --run-dir /var/lib/leeway/runs/check
     start learner "$(image learner)" -- learn /etc/leeway/config.toml --run-dir /var/lib/leeway/runs/check --stay
     check_user_and_init serve
     check_user_and_init learner
-    until_true 1200 learner test -f "$work/runs/check/summary.json"
+    until_true 1200 test -f "$work/runs/check/summary.json"
     echo "the images trained: $(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["steps"])' "$work/runs/check/summary.json") steps"
     stop learner 90
     stop serve 90
     engine stop --time 20 "leeway-check-$$-redis" > /dev/null
+    for container in "${containers[@]}"; do engine rm --force --time 0 "$container" > /dev/null; done
+    containers=()
 }
 
 mkdir -m 0777 "$work/runs"

@@ -114,9 +114,11 @@ class _Generate:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        network: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
         self._network: Any = network.to(device).eval()
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         self._tokens = Tokens.load(model)
         self._stops = StopFinder(self._tokens, network.config.vocab_size)
         self._batches = batches

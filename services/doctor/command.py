@@ -40,6 +40,13 @@ def doctor(
             help="Load the model in engine and learner, and compare their log-probs; a minute.",
         ),
     ] = False,
+    bundle: Annotated[
+        bool,
+        typer.Option(
+            "--bundle",
+            help="Collect the evidence of RUN_DIR in one archive there, without secrets.",
+        ),
+    ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,6 +54,8 @@ def doctor(
 
     Exit code 0: nothing; 1: warnings; 2: errors, or bad input.
     """
+    if bundle:
+        return _bundle(run_dir, as_json)
     subject = subject_of(run_dir, config, redis, overrides or ())
     from rich.console import Console
 
@@ -60,6 +69,22 @@ def doctor(
     else:
         show(findings, Console(highlight=False))
     raise typer.Exit(exit_code(findings))
+
+
+def _bundle(run_dir: str | None, as_json: bool) -> None:
+    from leeway.services.layout import open_run
+
+    if run_dir is None:
+        raise typer.BadParameter("name the run: leeway doctor RUN_DIR --bundle")
+    from leeway.services.doctor.bundle import write_bundle
+
+    found = write_bundle(open_run(run_dir))
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        typer.echo(f"{len(found.files)} files, {found.num_bytes:,} bytes in {found.path}")
 
 
 def subject_of(

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from leeway.services.arguments import AsJson, File, Overrides
+from leeway.services.arguments import AsJson, DryRunOfWork, File, Overrides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from leeway.services.config import RunConfig
     from leeway.services.evaluation.benchmarks import Benchmark
+    from leeway.services.evaluation.run import Plan
     from leeway.services.evaluation.settings import Settings
 
 SAMPLES = "samples"
@@ -77,6 +78,7 @@ def evaluate(
         float, typer.Option(min=0, max=1, help="Share of questions that may fail to be played.")
     ] = 0.05,
     overrides: Overrides = None,
+    dry_run: DryRunOfWork = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on question answering benchmarks; the same command goes on where it stopped."""
@@ -88,7 +90,7 @@ def evaluate(
     given |= _searched(retriever, corpus, index)
     config = _configuration(file, given, overrides or ())
     ks = _pass_ks(pass_k, samples)
-    loaded = _load(data, benchmarks, num_questions, config.seed)
+    loaded = _load(data, benchmarks, num_questions, config.seed, dry_run)
     settings = _settings(config, loaded, samples)
     from leeway.services.evaluation.results import show
     from leeway.services.evaluation.settings import FAILURES_FILE, RESULTS_FILE, folder_name
@@ -102,6 +104,8 @@ def evaluate(
         num_attempts=attempts,
         max_error_share=max_error_share,
     )
+    if dry_run:
+        return _tell(plan, as_json)
     results = run(plan, Console(stderr=True, highlight=False))
     if as_json:
         import msgspec
@@ -180,8 +184,11 @@ def _pass_ks(text: str | None, samples: int | None) -> tuple[int, ...]:
 
 
 def _load(
-    data: str | None, names: str | None, num_questions: int | None, seed: int
+    data: str | None, names: str | None, num_questions: int | None, seed: int, dry_run: bool
 ) -> list[Benchmark]:
+    """With `dry_run` the samples are made in a folder that goes away again."""
+    import tempfile
+
     from leeway.replay.errors import ConfigurationError
     from leeway.services.evaluation.benchmarks import load_benchmarks
 
@@ -195,14 +202,49 @@ def _load(
         chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
         if not chosen:
             raise ConfigurationError("--benchmarks names none; write it like nq,hotpotqa")
-    folder = Path(data)
-    if data == SAMPLES:
-        from leeway.services.evaluation.samples import write_samples
+    if data != SAMPLES:
+        return load_benchmarks(Path(data), chosen, num_questions, seed)
+    from leeway.services.evaluation.samples import write_samples
 
-        folder = PARENT / SAMPLES
-        write_samples(folder)
-        print(f"samples of all benchmarks are in {folder}", file=sys.stderr)
+    if dry_run:
+        with tempfile.TemporaryDirectory(prefix="leeway-") as scratch:
+            write_samples(Path(scratch))
+            return load_benchmarks(Path(scratch), chosen, num_questions, seed)
+    folder = PARENT / SAMPLES
+    write_samples(folder)
+    print(f"samples of all benchmarks are in {folder}", file=sys.stderr)
     return load_benchmarks(folder, chosen, num_questions, seed)
+
+
+def _tell(plan: Plan, as_json: bool) -> None:
+    """What is left to play, after the checks of a run."""
+    from leeway.actors.config import model_dir
+    from leeway.services.config_machine import check_packages
+    from leeway.services.dry_run import Place, check_writable, found, tell
+    from leeway.services.dry_run import Plan as Told
+    from leeway.services.evaluation.run import left_of
+
+    check_packages(plan.config)
+    check_writable(plan.folder, "--out")
+    num_left, num_played = left_of(plan)
+    samples = plan.settings.num_samples
+    tell(
+        Told(
+            does=f"play {num_left:,} questions of {len(plan.benchmarks)} benchmarks, "
+            f"{plan.settings.decoding}, with the {plan.settings.backend} policy",
+            reads=[
+                found("policy", model_dir(plan.config.model)),
+                Place(what="passages", where=plan.settings.retriever),
+            ],
+            writes=[Place(what="results", where=str(plan.folder))],
+            facts={
+                "episodes": num_left * samples,
+                "questions played before": num_played,
+                **{f"questions of {b.name}": len(b.questions) for b in plan.benchmarks},
+            },
+        ),
+        as_json,
+    )
 
 
 def _settings(config: RunConfig, benchmarks: Sequence[Benchmark], samples: int | None) -> Settings:

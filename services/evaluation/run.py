@@ -35,6 +35,7 @@ from leeway.services.evaluation.settings import (
     EPISODES_FILE,
     FAILURES_FILE,
     Settings,
+    check,
     check_or_write,
 )
 
@@ -84,6 +85,17 @@ def run(plan: Plan, console: Console) -> Results:
     write_results(plan.folder, results)
     write_failures(plan.folder / FAILURES_FILE, plan.folder, results, model_dir(plan.config.model))
     return results
+
+
+def left_of(plan: Plan) -> tuple[int, int]:
+    """Questions that `run` would play, and those that its folder holds already. Changes nothing.
+
+    Raises ConfigurationError for a folder that holds an evaluation with other settings.
+    """
+    check(plan.folder, plan.settings)
+    journal = plan.folder / EPISODES_FILE
+    finished = set(_finished(journal)) if journal.is_file() else set[tuple[str, str]]()
+    return len(_asked(plan.benchmarks, finished)), len(finished)
 
 
 @contextmanager

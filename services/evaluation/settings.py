@@ -77,13 +77,7 @@ def check_or_write(folder: Path, settings: Settings) -> bool:
     Raises ConfigurationError where one with other settings was.
     """
     path = folder / SETTINGS_FILE
-    if path.is_file():
-        difference = _first_difference(read_settings(folder), settings)
-        if difference:
-            raise ConfigurationError(
-                f"{folder} holds an evaluation with other settings: {difference}; name another"
-                " folder with --out"
-            )
+    if check(folder, settings):
         return True
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +89,19 @@ def check_or_write(folder: Path, settings: Settings) -> bool:
             f"--out {folder} cannot be written: {error.strerror}; name another folder"
         ) from None
     return False
+
+
+def check(folder: Path, settings: Settings) -> bool:
+    """As check_or_write, which begins none where there is none."""
+    if not (folder / SETTINGS_FILE).is_file():
+        return False
+    difference = _first_difference(read_settings(folder), settings)
+    if difference:
+        raise ConfigurationError(
+            f"{folder} holds an evaluation with other settings: {difference}; name another"
+            " folder with --out"
+        )
+    return True
 
 
 def read_settings(folder: Path) -> Settings:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import LeewayError
 from leeway.services.config import RunConfig
+from leeway.services.processes.leading import while_leading
 
 WATCH_S: Final = 1.0
 
@@ -26,9 +27,14 @@ Evaluate = Callable[[int], Awaitable[dict[str, Any]]]
 class RunFailed(LeewayError):
     """A part of the run reported that it cannot go on."""
 
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        """`exit_code`: that of the error; see LeewayError."""
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 class Course:
-    """Of one run; one at a time."""
+    """Of one run; `keep` sees to it that one acts at a time."""
 
     def __init__(self, board: RunBoard, config: RunConfig, evaluate: Evaluate) -> None:
         self._board = board
@@ -38,8 +44,11 @@ class Course:
         """Step of the last evaluation of this phase of training; None outside of it."""
 
     async def keep(self) -> None:
-        """Follow the run, and again when it goes on after its end; until cancelled. Raises
-        RunFailed when a worker reports that it cannot go on."""
+        """Follow the run while no other process does, and again when it goes on after its end;
+        until cancelled. Raises RunFailed when a worker reports that it cannot go on."""
+        await while_leading(self._board.lead, self._follow_on)
+
+    async def _follow_on(self) -> None:
         while True:
             await self.follow()
             await asyncio.sleep(WATCH_S)
@@ -58,9 +67,10 @@ class Course:
                 await self._open(phase)
 
     async def _check(self) -> None:
-        reason = (await self._board.get_all()).get("failure", {}).get("reason")
-        if reason:
-            raise RunFailed(f"rollouts cannot go on: {reason}")
+        failure = (await self._board.get_all()).get("failure", {})
+        if failure.get("reason"):
+            reason = f"rollouts cannot go on: {failure['reason']}"
+            raise RunFailed(reason, failure.get("exit_code", 1))
 
     async def _open(self, phase: str | None) -> None:
         """Evaluate before training, unless that was done; then let the workers play."""

@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 def run_ranks(command: Sequence[str], *, num_processes: int, is_alone: bool, grace_s: float) -> int:
     """Run `python -m command...` as `num_processes` ranks. Exit code 0 when all ended well, or
-    within `grace_s` of a signal, which they get, too; otherwise that of the first that failed.
+    within `grace_s` of a signal, which they get, too; otherwise that of the first that failed, and
+    128 + n where that was signal n.
 
     `is_alone`: no other machine takes part. Else torchrun's PET_ variables say where they meet.
     """
@@ -36,5 +37,5 @@ def run_ranks(command: Sequence[str], *, num_processes: int, is_alone: bool, gra
         rank, failure = failed.get_first_failure()
         log.info("%s", failed)
         log.error("rank %d ended with exit code %d", rank, failure.exitcode)
-        return failure.exitcode if failure.exitcode > 0 else 1
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0

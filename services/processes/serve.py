@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import LeewayError
+from leeway.replay.sharded_store import connect_replay
+from leeway.replay.vigil import Vigil
 from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory
 from leeway.services.processes.course import Course
 from leeway.services.processes.joining import redis_url_of, wait_for_redis
+from leeway.services.watch import WATCHED, Watchdog, evidence_of, until_one_fails
 from leeway.services.wiring import actor_spec, started_ray
 
 log = logging.getLogger(__name__)
@@ -62,10 +66,18 @@ async def _deploy_and_follow(
     if rollouts is None:
         return  # replicas that still load have nothing to hand over; they end with Ray
     board = RunBoard(url, run.root.name)
+    replay = connect_replay(url, run.root.name, config.replay)
+    course = Course(board, config, rollouts.evaluate)
+    works: list[Coroutine[Any, Any, None]] = [course.keep()]
+    if WATCHED not in os.environ:
+        works.append(Watchdog(board, replay, config, evidence_of(run)).keep())
+    vigil = Vigil(board, "serve")
     try:
-        await _unless(stopping, Course(board, config, rollouts.evaluate).keep())
+        await _unless(stopping, until_one_fails(*works))
     finally:
         await asyncio.to_thread(undeploy)
+        await vigil.end()
+        await replay.close()
         await board.close()
 
 

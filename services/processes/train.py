@@ -1,13 +1,13 @@
-"""`leeway train`: every process of a run on one machine, watched until it ends.
+"""`leeway train`: every process of a run on one machine, kept alive until it is done.
 
     Redis     embedded, unless replay.url names one
+    API       `leeway api`: REST and dashboard
     serve     `leeway serve`: Ray and the Serve applications (policy, retriever, rollout workers)
     learner   `leeway learn`: learner.num_processes ranks; it writes the results
-    API       in this process, on a thread
 
-They end in this order, and also when this process is told to stop: admission, learner (checkpoint),
-serve, API, whatever a killed process left behind, Redis. Ctrl-C exits 130, SIGTERM exits 0; both
-leave a run that `--resume` goes on with.
+crew.py starts again who dies. All end in this order, also when this process is told to stop:
+admission, learner (checkpoint), serve, API, whatever a killed process left behind, Redis. Ctrl-C
+exits 130, SIGTERM exits 0; both leave a run that `--resume` goes on with.
 """
 
 from __future__ import annotations
@@ -24,25 +24,30 @@ from typing import Any
 from rich.console import Console
 
 from leeway.replay.board import RunBoard
-from leeway.replay.errors import LeewayError, StoreUnavailable, WaitTimeout
+from leeway.replay.errors import LeewayError, WaitTimeout
 from leeway.replay.server import EmbeddedRedis
 from leeway.replay.sharded_store import connect_replay
+from leeway.replay.vigil import Vigil
 from leeway.services import supervision
-from leeway.services.api.app import connect_app, serve_in_thread
 from leeway.services.api.auth import tokens_of
 from leeway.services.config import REDIS_URL, RunConfig
-from leeway.services.layout import LogName, RunDirectory, RunState
+from leeway.services.layout import RunDirectory, RunState
 from leeway.services.observability import Display, build_snapshot
+from leeway.services.processes.crew import Command, Crew, RedisMember
 from leeway.services.processes.devices import split_gpus, visible_gpus
 from leeway.services.processes.joining import run_section
 from leeway.services.records import Records
 from leeway.services.results import show_results
-from leeway.services.supervision import Child
+from leeway.services.watch import WATCHED, Watchdog, evidence_of
 
 REFRESH_S = 1.0
+POLL_S = 0.1
 LEARNER_GRACE_S = 60.0
 """A step may be under way when the stop comes; it is finished and checkpointed."""
 SERVE_GRACE_S = 30.0
+API_GRACE_S = 15.0
+API_START_S = 120.0
+"""How long the API may take to listen; a machine that starts engines is busy."""
 RESULTS_S = 300.0
 """How long the learner may take, after the last evaluation, to write model and report."""
 
@@ -66,8 +71,11 @@ class Training:
         # Engines, Ray and torchrun keep sockets and logs here; some end too late to tidy up.
         self._scratch = tempfile.mkdtemp(prefix="leeway-")
         self._redis: EmbeddedRedis | None = None
-        self._children: dict[str, Child] = {}
-        self._stop_api: Any = None
+        self._crew = Crew(config.supervision, self._tell)
+        self._crew.is_over = self._is_over
+        self._is_settled = False
+        self._crew.is_settled = lambda: self._is_settled
+        self._api_address: str | None = None
 
     async def run(self, resume: bool) -> int:
         """Start everything, watch it, end everything."""
@@ -107,6 +115,7 @@ class Training:
         url = self._config.replay.url
         if url is None:
             self._redis = EmbeddedRedis.start(self._run.redis, self._run.root.name)
+            self._crew.add(RedisMember(self._redis))
             url = self._redis.url
         self._run.write_redis_url(url)
         return url
@@ -117,29 +126,17 @@ class Training:
         await board.set_phase("starting")
         await board.put("run", run_section(config, self._run.root.name, self._began))
         await self._replay.pause_admission(False)
+        # Here, so that who started the run is told of new tokens, and no log is.
         tokens, are_new = tokens_of(self._run.root) if config.api.auth else (None, False)
-        app = connect_app(url, self._run.root, config, tokens)
-        address, self._stop_api = serve_in_thread(app, config.api.host, config.api.port)
-        # Engine and learner share the cores: a thread that waits must not spin.
-        environment = {
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            # Large blocks are kept instead of being handed back and zeroed again each time.
-            "MALLOC_MMAP_THRESHOLD_": str(2**30),
-            "MALLOC_TRIM_THRESHOLD_": str(2**31),
-            "TMPDIR": self._scratch,
-            REDIS_URL: url,
-        }
-        policy = config.policy
-        num_engine_gpus = policy.num_replicas * policy.tensor_parallel_size
-        devices = split_gpus(visible_gpus(), config.learner.num_processes, num_engine_gpus)
-        commands: tuple[tuple[LogName, str], ...] = (("serve", "serve"), ("learner", "learn"))
-        for (name, command), own in zip(commands, devices, strict=True):
-            self._children[name] = await supervision.start(
-                name, self._command(command), self._run.log(name), {**environment, **own}
-            )
-        self._write_state(address)
+        api, *others = self._commands(url)
+        for command in (api, *others):
+            await self._crew.start(command)
+        self._api_address = address = await self._listening(api)
+        if address is None:
+            return
+        # One that is started again is found where it was.
+        api.arguments += ["--port", address.rpartition(":")[2]]
+        self._write_state()
         verb = "resumed" if resume else "started"
         await board.append_event("run", f"{verb}; status at {address}/v1/status")
         # The fragment never leaves the browser; it is shown once, and stays in the directory.
@@ -150,77 +147,135 @@ class Training:
             highlight=False,
         )
 
-    def _command(self, name: str) -> list[str]:
-        """What anybody would type, with this run's own configuration."""
-        run = self._run
-        return ["leeway.services.cli", name, str(run.config), "--run-dir", str(run.root)]
-
-    def _write_state(self, address: str) -> None:
-        pids = {name: child.process.pid for name, child in self._children.items()}
-        pids["train"] = os.getpid()
-        if self._redis is not None:
-            pids["redis"] = self._redis.pid
-        before = self._run.read_state()
-        self._run.write_state(
-            RunState(
-                name=self._config.name,
-                started_at=before.started_at if before else self._began,
-                pids=pids,
-                api_address=address,
-            )
+    def _commands(self, url: str) -> list[Command]:
+        """What anybody would type, with this run's own configuration; in the order of starting."""
+        config, run = self._config, self._run
+        shared = {"TMPDIR": self._scratch, REDIS_URL: url, WATCHED: "1"}
+        busy = {
+            **shared,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            # Engine and learner share the cores: a thread that waits must not spin.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # Large blocks are kept instead of being handed back and zeroed again each time.
+            "MALLOC_MMAP_THRESHOLD_": str(2**30),
+            "MALLOC_TRIM_THRESHOLD_": str(2**31),
+        }
+        num_engine_gpus = config.policy.num_replicas * config.policy.tensor_parallel_size
+        serve_gpus, learner_gpus = split_gpus(
+            visible_gpus(), config.learner.num_processes, num_engine_gpus
         )
+
+        def words(name: str) -> list[str]:
+            return ["leeway.services.cli", name, str(run.config), "--run-dir", str(run.root)]
+
+        return [
+            Command(
+                "api",
+                words("api"),
+                run.log("api"),
+                shared,
+                grace_s=API_GRACE_S,
+                is_needed=False,
+            ),
+            Command(
+                "serve",
+                words("serve"),
+                run.log("serve"),
+                {**busy, **serve_gpus},
+                grace_s=SERVE_GRACE_S,
+            ),
+            Command(
+                "learner",
+                words("learn"),
+                run.log("learner"),
+                {**busy, **learner_gpus},
+                grace_s=LEARNER_GRACE_S,
+            ),
+        ]
+
+    async def _listening(self, api: Command) -> str | None:
+        """Address of the API, once it is there; None when the run is told to stop before. Raises
+        ChildDied when it ends instead."""
+        ended = asyncio.create_task(api.ended())
+        deadline = time.monotonic() + API_START_S
+        try:
+            while not self._stop.is_set():
+                if address := self._api_that_listens():
+                    return address
+                if ended.done():
+                    raise ended.result()
+                if time.monotonic() > deadline:
+                    raise WaitTimeout(
+                        f"the API did not listen within {API_START_S:g} s; "
+                        f"its log is {self._run.log('api')}"
+                    )
+                await self._sleep(POLL_S)
+            return None
+        finally:
+            ended.cancel()
+
+    def _api_that_listens(self) -> str | None:
+        state = self._run.read_state()
+        is_it = state is not None and state.pids.get("api") == self._crew.pids["api"]
+        return state.api_address if state is not None and is_it else None
+
+    def _write_state(self) -> None:
+        """For other commands; again whenever a process was started again."""
+        before = self._run.read_state()
+        state = RunState(
+            name=self._config.name,
+            started_at=before.started_at if before else self._began,
+            pids={**self._crew.pids, "train": os.getpid()},
+            api_address=self._api_address,
+        )
+        if state != before:
+            self._run.write_state(state)
 
     async def _watch(self) -> None:
-        """Until the run is done, is told to stop, or loses a process (ChildDied)."""
-        ends = {name: asyncio.create_task(c.ended()) for name, c in self._children.items()}
-        with Display(self._console) as display:
-            while not self._stop.is_set():
-                self._check_redis()
-                phase = await self._refresh(display)
-                if phase == "done":
-                    break
-                await self._check(ends)
-                await self._sleep(REFRESH_S)
-            if not self._stop.is_set():
-                await self._await_results(ends["learner"])
-        for task in ends.values():
-            task.cancel()
+        """Until the run is done or is told to stop. Raises ChildDied when a process is lost for
+        good, Standstill when nobody makes progress."""
+        dog = Watchdog(self._board, self._replay, self._config, evidence_of(self._run))
+        vigil = Vigil(self._board, "train")
+        watches = [asyncio.create_task(self._crew.watch()), asyncio.create_task(dog.keep())]
+        try:
+            with Display(self._console) as display:
+                await self._until_over(watches, display)
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+            await vigil.end()
 
-    async def _await_results(self, learner: asyncio.Task[supervision.ChildDied]) -> None:
-        """The learner writes them when the run is done, and ends."""
-        stopped = asyncio.create_task(self._stop.wait())
-        await asyncio.wait(
-            {learner, stopped}, timeout=RESULTS_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        stopped.cancel()
-        if self._stop.is_set():
-            return
-        if not learner.done():
-            raise WaitTimeout(
-                f"the learner did not write the results within {RESULTS_S:g} s; "
-                f"its log is {self._run.log('learner')}"
-            )
-        if not self._run.summary.is_file():
-            raise learner.result()
+    async def _until_over(self, watches: list[asyncio.Task[None]], display: Display) -> None:
+        deadline: float | None = None
+        while not self._stop.is_set():
+            for watch in watches:
+                if watch.done() and (error := watch.exception()):
+                    raise error
+            if await self._refresh(display) == "done":
+                deadline = deadline or time.monotonic() + RESULTS_S
+                if self._crew.has_finished("learner"):
+                    return
+                if time.monotonic() > deadline:
+                    raise WaitTimeout(
+                        f"the learner did not write the results within {RESULTS_S:g} s; "
+                        f"its log is {self._run.log('learner')}"
+                    )
+            self._write_state()
+            await self._sleep(REFRESH_S)
 
-    async def _check(self, ends: dict[str, asyncio.Task[supervision.ChildDied]]) -> None:
-        for name, task in ends.items():
-            # A learner that is through ends the phase `training` first, so ask after it has ended.
-            if task.done() and not (name == "learner" and await self._is_trained()):
-                raise task.result()
+    def _is_over(self, name: str) -> bool:
+        """The learner writes the results last, and ends; the others stay until they are ended."""
+        return name == "learner" and self._run.summary.is_file()
 
-    async def _is_trained(self) -> bool:
-        return await self._board.phase() == "done"
-
-    def _check_redis(self) -> None:
-        if self._redis is not None and not self._redis.is_running:
-            raise StoreUnavailable(
-                f"the embedded Redis ended; its log is {self._run.redis / 'redis.log'}"
-            )
+    async def _tell(self, sentence: str) -> None:
+        await self._board.append_event("supervision", sentence)
 
     async def _refresh(self, display: Display) -> str:
         sections = await self._board.get_all()
         phase = await self._board.phase() or "starting"
+        self._is_settled |= phase not in ("starting", "evaluating-before")
         sections.setdefault("run", {})["phase"] = phase
         events = await self._board.events(count=1)
         last_event = events[-1].text if events else None
@@ -238,20 +293,14 @@ class Training:
         if self._redis is None or self._redis.is_running:
             await self._quietly(self._replay.pause_admission(True))
             await self._quietly(self._board.request_stop("the run is ending"))
-        for name, grace_s in (("learner", LEARNER_GRACE_S), ("serve", SERVE_GRACE_S)):
-            if name in self._children:
-                await self._children[name].stop(grace_s)
+        await self._crew.stop("learner", "serve")
         if self._redis is None or self._redis.is_running:
             await self._quietly(Records(self._run, self._board).copy())
-        if self._stop_api is not None:
-            await asyncio.to_thread(self._stop_api)
-        redis_pid = self._redis.pid if self._redis is not None else None
-        left = [p for p in supervision.descendants(os.getpid()) if p.pid != redis_pid]
-        await asyncio.to_thread(supervision.end_all, left)
+        await self._crew.stop("api")
+        await self._crew.end_orphans()
         await self._quietly(self._replay.close())
         await self._quietly(self._board.close())
-        if self._redis is not None:
-            await asyncio.to_thread(self._redis.stop)
+        await self._crew.stop("redis")
 
     async def _quietly(self, step: Any) -> None:
         # Redis may be what failed; the processes are ended all the same.

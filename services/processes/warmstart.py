@@ -16,7 +16,9 @@ import multiprocessing
 import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -43,30 +45,16 @@ from leeway.actors.search.script import (
     episodes,
     the_stage,
 )
+from leeway.replay.errors import ConfigurationError
+from leeway.services import dry_run
 
 CHUNK: Final = 1024
 """Episodes a worker hands over at once."""
 MAX_TOKENS: Final = 1024
 """Longest trajectory of the evaluation, as policy.max_model_len has it by default."""
 NUM_SAMPLES: Final = 8
-
-
-def main() -> None:
-    options = arguments().parse_args()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    import torch
-
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    out: Path = options.out
-    if options.steps:
-        train_policy(options, device)
-    if options.eval:
-        scores = evaluate(out, options.eval, options.seed, device)
-        (out / "warmstart_scores.json").write_text(json.dumps(scores, indent=2) + "\n")
+SCORES: Final = "warmstart_scores.json"
+"""In the judged folder."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -91,17 +79,101 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch")
     parser.add_argument("--workers", type=int, default=0, help="processes that make episodes")
     parser.add_argument("--eval", type=int, default=0, help="held-out questions to judge with")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, say what would be done, do nothing"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON line last on stdout; all else goes to stderr"
+    )
     return parser
 
 
 def care_mix(name: str, changes: str) -> CareMix:
     """("careless", "early_stop=0.7") -> CARELESS with that early_stop; unknown keys are refused."""
     mix = CARELESS if name == "careless" else CAREFUL
-    pairs = (pair.split("=") for pair in changes.split(",") if pair)
-    return msgspec.structs.replace(mix, **{key: float(value) for key, value in pairs})
+    known = ", ".join(CareMix.__struct_fields__)
+    try:
+        pairs = [pair.split("=") for pair in changes.split(",") if pair]
+        given = {key.strip(): float(value) for key, value in pairs}
+        return msgspec.structs.replace(mix, **given)
+    except (ValueError, TypeError):
+        raise ConfigurationError(
+            f"--care {changes} is no change of the mix; write it like early_stop=0.7, with some of "
+            f"{known}"
+        ) from None
 
 
-def train_policy(options: argparse.Namespace, device: str) -> None:
+def main() -> None:
+    options = arguments().parse_args()
+    mix = care_mix(options.mix, options.care)
+    check(options)
+    if options.dry_run:
+        return plan(options)
+    # Whoever reads JSON wants nothing else on stdout.
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        scores = work(options, mix)
+    if options.json:
+        done = {"folder": str(options.out), "num_steps": options.steps, "scores": scores}
+        print(json.dumps(done), flush=True)
+    return None
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigurationError for folders that do not fit what is asked for."""
+    if not options.steps and not options.eval:
+        raise ConfigurationError(
+            "nothing is asked for; give --steps N to train, --eval N to judge, or both"
+        )
+    judged = None if options.steps else options.out
+    for name, folder in (("--init", options.init), ("--out", judged)):
+        if folder is not None and not (folder / "config.json").is_file():
+            raise ConfigurationError(
+                f"{name} {folder} is no model folder; name one in Hugging Face form, or give "
+                "--steps to train one"
+            )
+
+
+def plan(options: argparse.Namespace) -> None:
+    """What would be done."""
+    parts = []
+    if options.steps:
+        parts.append(f"train {options.steps:,} steps of {options.batch:,} scripted episodes")
+    if options.eval:
+        parts.append(f"judge the policy on {options.eval:,} held-out questions")
+    dry_run.check_writable(options.out, "--out")
+    scores = options.out / SCORES
+    tell = dry_run.Plan(
+        does=" and ".join(parts),
+        reads=[dry_run.found("bundle", bundled_dir())]
+        + ([dry_run.found("policy", options.init)] if options.init else []),
+        writes=([dry_run.Place(what="policy", where=str(options.out))] if options.steps else [])
+        + ([dry_run.Place(what="scores", where=str(scores))] if options.eval else []),
+        facts={"episodes": options.steps * options.batch},
+    )
+    dry_run.tell(tell, options.json)
+
+
+def work(options: argparse.Namespace, mix: CareMix) -> dict[str, float] | None:
+    """Train and judge; returns the scores, None without --eval."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import torch
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    out: Path = options.out
+    if options.steps:
+        train_policy(options, mix, device)
+    if not options.eval:
+        return None
+    scores = evaluate(out, options.eval, options.seed, device)
+    (out / SCORES).write_text(json.dumps(scores, indent=2) + "\n")
+    return scores
+
+
+def train_policy(options: argparse.Namespace, mix: CareMix, device: str) -> None:
     """Make episodes, train, save to `options.out`."""
     from leeway.learner import warmstart as learner
 
@@ -111,7 +183,6 @@ def train_policy(options: argparse.Namespace, device: str) -> None:
         seed=options.seed,
         learning_rate=options.learning_rate,
     )
-    mix = care_mix(options.mix, options.care)
     tokenizer = bundled_tokenizer()
     pad_id, end_id = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
     # The workers are forked before anything touches the device: CUDA does not survive a fork.
@@ -245,7 +316,9 @@ class Judge:
         from transformers import AutoModelForCausalLM
 
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
         self.model = model.to(device).eval()
         self.tokenizer = bundled_tokenizer()
         self.index = BundledIndex(load_passages())

@@ -33,7 +33,6 @@ PLACES = {
     "httpx": ["actors/search/retriever.py", "services/status_client.py"],
     "httpx_sse": ["services/status_client.py"],
     "jinja2": ["actors/chat_template.py"],
-    "limits": ["services/api/limits.py"],
     "matplotlib": [
         "services/experiments/sweep_canvas.py",
         "services/experiments/sweep_plots.py",
@@ -99,6 +98,7 @@ PLACES = {
         "services/cli_help.py",
         "services/config_commands.py",
         "services/doctor/command.py",
+        "services/dry_run.py",
         "services/evaluation/commands.py",
         "services/export.py",
         "services/process_commands.py",
@@ -117,6 +117,7 @@ PLACES = {
         "services/bench/rollout_offline.py",
     ],
     "wandb": ["services/sinks/wandb_sink.py"],
+    "xxhash": ["replay/codec.py"],
     "zstandard": ["actors/search/documents.py", "replay/archive.py"],
 }
 VAGUE = {"common", "core", "helpers", "misc", "shared", "tools", "util", "utils"}

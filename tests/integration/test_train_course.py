@@ -166,3 +166,20 @@ async def test_between_the_ends_it_evaluates_every_so_many_steps_also_when_resum
     assert [entry["step"] for entry in history] == [4]
     await board.set_phase("evaluating-after")
     await asyncio.wait_for(course, 5)
+
+
+async def test_of_two_courses_of_one_run_one_asks_for_evaluations(board: RunBoard):
+    first, second = Workers(), Workers()
+    courses = [
+        asyncio.create_task(Course(board, CONFIG, workers.evaluate).keep())
+        for workers in (first, second)
+    ]
+    await board.wait_phase("training", 60)
+    await asyncio.sleep(0.3)
+    assert first.num_asked + second.num_asked == 1
+    await board.set_phase("evaluating-after")
+    await board.wait_phase("done", 60)
+    assert {first.num_asked, second.num_asked} == {0, 2}
+    for course in courses:
+        course.cancel()
+    await asyncio.gather(*courses, return_exceptions=True)

@@ -1,8 +1,10 @@
-"""A process of the run that is killed: the run ends by itself, says which, and leaves nothing."""
+"""A process of the run that is killed: it is started again and the run goes on; where it may not be
+started again the run ends by itself, says which it was, and leaves nothing."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,25 @@ import psutil
 import pytest
 
 from leeway.services.layout import RunDirectory
+from leeway.services.status_client import token_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 ENDLESS = ("--set", "eval.num_questions=0", "--set", "learner.num_steps=100000")
+SOON = [
+    word
+    for setting in (
+        "learner.checkpoint_every=2",
+        "learner.publish_timeout_s=20",
+        "replay.lease_timeout_s=40",
+        "replay.slot_timeout_s=40",
+        "rollout.episode_timeout_s=35",
+    )
+    for word in ("--set", setting)
+]
+"""What the dead held comes back."""
 TWO_RANKS = ("--set", "learner.num_processes=2")
+NEVER_AGAIN = ("--set", "supervision.max_restarts=0")
 
 
 def learner(pids: dict[str, int]) -> int:
@@ -31,17 +47,85 @@ def serve(pids: dict[str, int]) -> int:
     return pids["serve"]
 
 
+def redis(pids: dict[str, int]) -> int:
+    return pids["redis"]
+
+
+def api(pids: dict[str, int]) -> int:
+    return pids["api"]
+
+
+def num_lines(run: RunDirectory) -> int:
+    return len(run.metrics.read_text().splitlines()) if run.metrics.is_file() else 0
+
+
+def pids_of(run: RunDirectory) -> dict[str, int]:
+    state = run.read_state()
+    assert state is not None
+    return state.pids
+
+
+def restarts_of(run: RunDirectory) -> list[str]:
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "supervision"]
+
+
+def answers(run: RunDirectory) -> bool:
+    import httpx
+
+    state = run.read_state()
+    assert state is not None
+    headers = {"authorization": f"Bearer {token_of(run)}"}
+    try:
+        answer = httpx.get(f"{state.api_address}/v1/status", timeout=5, headers=headers)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("victim", "name", "settings"),
+    [
+        (learner, "learner", ()),
+        (rank, "learner", TWO_RANKS),
+        (serve, "serve", ()),
+        (redis, "redis", ()),
+        (api, "api", ()),
+    ],
+    ids=["learner", "rank", "serve", "redis", "api"],
+)
+def test_a_killed_process_is_started_again_and_training_goes_on(
+    leeway, tiny: Callable[[], Path], victim: Any, name: str, settings: tuple[str, ...]
+):
+    with leeway(tiny(), "train", "tiny.toml", *ENDLESS, *SOON, *settings) as command:
+        run: RunDirectory = command.run
+        pids = command.state(run).pids
+        command.until(lambda: num_lines(run) >= 3, 240)
+        psutil.Process(victim(pids)).kill()
+        command.until(lambda: pids_of(run)[name] != pids[name], 90)
+        before = num_lines(run)
+        command.until(lambda: num_lines(run) >= before + 3 and answers(run), 300)
+        command.signal(signal.SIGTERM)
+        ended = command.end(90, run)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    (sentence,) = restarts_of(run)
+    assert sentence.endswith("started again (1 of 3 times in 600 s)"), sentence
+    after = {key: pid for key, pid in pids_of(run).items() if key != name}
+    assert after == {key: pid for key, pid in pids.items() if key != name}
+
+
 @pytest.mark.parametrize(
     ("victim", "name", "settings"),
     [(learner, "learner", ()), (rank, "learner", TWO_RANKS), (serve, "serve", ())],
 )
-def test_a_killed_process_ends_the_run(
+def test_where_none_may_be_started_again_a_killed_process_ends_the_run(
     leeway, tiny: Callable[[], Path], victim: Any, name: str, settings: tuple[str, ...]
 ):
-    with leeway(tiny(), "train", "tiny.toml", "--json", *ENDLESS, *settings) as command:
+    settings = (*ENDLESS, *NEVER_AGAIN, *settings)
+    with leeway(tiny(), "train", "tiny.toml", "--json", *settings) as command:
         run: RunDirectory = command.run
         pids = command.state(run).pids
-        command.until(lambda: run.metrics.is_file() and len(run.metrics.read_text()) > 10, 120)
+        command.until(lambda: num_lines(run) > 0, 240)
         psutil.Process(victim(pids)).kill()
         ended = command.end(60, run)
     assert (ended.code, ended.left) == (1, []), ended.err

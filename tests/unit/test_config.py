@@ -19,11 +19,11 @@ from leeway.services.config import (
     describe,
     dump,
     load,
-    mask_url,
     masked,
     remarks,
 )
 from leeway.services.config_text import known_keys
+from leeway.services.redaction import redacted
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_a_dump_does_not_hold_the_redis_password():
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str):
-    assert mask_url(url) == shown
+    assert redacted(url) == shown
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_weights_are_rounded_if_asked_for(run_dir: Path, tmp_path: Path):
     weight = first_weight(tmp_path / "half")
     assert weight.dtype == torch.bfloat16
     assert weight == torch.tensor(2 / 3).bfloat16()
+
+
+def test_a_dry_run_says_the_version_and_the_size_and_writes_nothing(run_dir: Path, tmp_path: Path):
+    out = tmp_path / "policy"
+    options = ["export", str(run_dir), str(out), "--which", "best", "--dry-run", "--json"]
+    result = CliRunner().invoke(cli.app, options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["does"] == "write policy version 2 in float32"
+    assert not out.exists()
+    export_policy(run_dir, out, "best", "float32")
+    written = sum(file.stat().st_size for file in out.iterdir())
+    assert found["writes"][0]["num_bytes"] == written
 
 
 def test_a_folder_that_is_in_use_is_refused(run_dir: Path):

@@ -11,8 +11,9 @@ from rich.console import Console
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import ReplayStats
 from leeway.services import observability
+from leeway.services.api.models import Run, Status
 from leeway.services.observability import Display, progress_line, render
-from leeway.services.snapshot import RunView, Snapshot, build_snapshot
+from leeway.services.snapshot import build_snapshot
 
 
 def stats() -> ReplayStats:
@@ -65,7 +66,7 @@ FULL: dict[str, dict[str, Any]] = {
 }
 
 
-def text_of(snapshot: Snapshot, width: int = 100) -> str:
+def text_of(snapshot: Status, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(render(snapshot))
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -73,7 +74,7 @@ def text_of(snapshot: Snapshot, width: int = 100) -> str:
 
 def test_nothing_known_is_a_snapshot_all_the_same():
     snapshot = build_snapshot({}, None)
-    assert snapshot == Snapshot()
+    assert snapshot == Status()
     assert "policy version –" in text_of(snapshot)
 
 
@@ -126,11 +127,11 @@ def test_the_table_shows_the_numbers_at_100_columns():
 
 
 def test_a_name_that_looks_like_markup_is_text():
-    assert "[bold]x" in text_of(Snapshot(run=RunView(name="r", last_event="[bold]x")))
+    assert "[bold]x" in text_of(Status(run=Run(name="r", last_event="[bold]x")))
 
 
 def test_a_plain_line_holds_only_what_is_known():
-    assert progress_line(Snapshot()) == "00:00 starting step 0/-"
+    assert progress_line(Status()) == "00:00 starting step 0/-"
     line = progress_line(build_snapshot(FULL, None, now=321.0))
     assert line.startswith("03:41 training step 23/60 reward 0.620 exact_match 0.640 held_out 0.7")
 
@@ -141,6 +142,6 @@ def test_without_a_terminal_a_step_is_one_line(monkeypatch: pytest.MonkeyPatch):
     with Display(Console(file=out, width=40)) as display:
         for step, seconds in ((1, 0.0), (1, 1.0), (2, 2.0), (2, 11.9), (2, 12.0)):
             clock[0] = seconds
-            display.update(Snapshot(run=RunView(phase="training", step=step)))
+            display.update(Status(run=Run(phase="training", step=step)))
     lines = out.getvalue().splitlines()
     assert lines == [f"00:00 training step {step}/-" for step in (1, 2, 2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from requirements import generate
+from requirements.hashes import hashes
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("actors", "learner", "replay", "services")
@@ -30,10 +32,7 @@ DISTRIBUTIONS = {
 OPTIONAL = ("tensorboard", "tracing", "trackio", "wandb")
 """Extras of what a run may be told to use."""
 
-spec = importlib.util.spec_from_file_location("generate", ROOT / "requirements" / "generate.py")
-assert spec and spec.loader
-generate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(generate)
+LISTS = sorted((ROOT / "requirements").rglob("*.txt"))
 
 
 def files_of(part: str) -> Iterator[Path]:
@@ -90,6 +89,51 @@ def test_the_pins_of_parity_are_its_extra_and_touch_no_other_pin():
     assert {name for name, _ in pins} == {canonicalize_name(root.name) for root in extra}
     installed = dict(generate.read_pins(generate.FILE.read_text(encoding="utf-8")))
     assert [name for name, _ in pins if name in installed] == []
+
+
+@pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
+def test_every_pin_of_every_list_has_a_hash(file: Path):
+    text = file.read_text(encoding="utf-8")
+    assert generate.without_hash(text) == []
+    assert len(generate.read_pins(text)) == text.count("==") >= 10
+
+
+def test_a_pin_without_a_hash_is_named():
+    text = "# a list\nsix==1.17.0 \\\n    --hash=sha256:00\nwheel==1.0\nzstd==2.0\n"
+    assert generate.without_hash(text) == ["wheel", "zstd"]
+    assert generate.read_pins(text)[0] == ("six", Version("1.17.0"))
+
+
+def file_of(name: str, digest: str) -> dict[str, object]:
+    return {"url": f"https://index/{name}", "hashes": {"sha256": digest}}
+
+
+@pytest.mark.parametrize(
+    ("wheels", "kept"),
+    [
+        (["six-1-py3-none-any.whl"], ["0"]),
+        (["six-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"], ["0", "sdist"]),
+        (
+            [
+                "six-1-cp311-cp311-manylinux2014_x86_64.whl",
+                "six-1-cp312-cp312-manylinux_2_28_x86_64.whl",
+                "six-1-cp310-cp310-manylinux2014_x86_64.whl",
+                "six-1-cp312-cp312-musllinux_1_2_x86_64.whl",
+                "six-1-cp312-cp312-win_amd64.whl",
+                "six-1-cp312-cp312-manylinux_2_28_aarch64.whl",
+            ],
+            ["0", "1"],
+        ),
+        (["six-1-cp39-abi3-manylinux_2_28_x86_64.whl"], ["0"]),
+        ([], ["sdist"]),
+    ],
+)
+def test_the_hashes_are_of_what_linux_would_install_and_of_the_source_where_a_wheel_lacks(
+    wheels: list[str], kept: list[str]
+):
+    files = [file_of(name, str(number)) for number, name in enumerate(wheels)]
+    package = {"name": "six", "wheels": files, "sdist": file_of("six-1.tar.gz", "sdist")}
+    assert hashes(package) == kept
 
 
 def test_a_marker_counts_if_any_supported_python_on_linux_meets_it():

@@ -3,6 +3,7 @@ and end a run on its board."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -268,7 +269,12 @@ async def test_a_stop_ends_the_wait_for_the_last_evaluation():
         await ending.until_done(Board("training"), stop)  # type: ignore[arg-type]
 
 
-async def test_whoever_stays_gives_signs_until_it_is_stopped():
-    beats: list[float] = []
-    await ending.until_stopped(lambda: bool(beats), lambda: beats.append(time.monotonic()))
-    assert len(beats) == 1
+async def test_whoever_stays_asks_whether_to_stop_until_it_is(monkeypatch: pytest.MonkeyPatch):
+    answers = [False, False, True]
+    monkeypatch.setattr(ending, "STAY_S", 0.01)
+
+    async def stop_requested() -> bool:
+        return answers.pop(0)
+
+    await asyncio.wait_for(ending.until_stopped(stop_requested), 60)
+    assert answers == []

@@ -22,6 +22,7 @@ from leeway.learner.warmstart import (
     train,
     until_stop,
 )
+from leeway.replay.errors import ConfigurationError
 from leeway.services.processes.warmstart import (
     Judge,
     bundled_tokenizer,
@@ -101,7 +102,7 @@ def test_the_saved_folder_is_bfloat16_and_below_ten_megabytes(tmp_path: Path) ->
 
 def test_care_is_changed_by_name_and_unknown_names_are_refused() -> None:
     assert care_mix("careless", "early_stop=0.7").early_stop == 0.7
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigurationError, match="early_stop"):
         care_mix("careless", "early=0.7")
 
 
