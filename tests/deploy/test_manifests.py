@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from requirements import generate
 from tests.helm import schemas, semantics
 from tests.helm.chart import Document, find, pods
 from tests.helm.conftest import crd_folder  # noqa: F401  (a fixture)
@@ -67,7 +68,7 @@ def test_every_container_runs_a_command_that_exists(documents: list[Document]):
 
 def test_the_configuration_is_valid(documents: list[Document], tmp_path: Path):
     file = tmp_path / "config.toml"
-    file.write_text(find(documents, "ConfigMap")["data"]["config.toml"])
+    file.write_text(find(documents, "ConfigMap", "leeway-config")["data"]["config.toml"])
     done = subprocess.run(
         [BIN / "leeway", "config", "validate", file], capture_output=True, text=True
     )
@@ -133,10 +134,6 @@ def test_the_versions_are_those_of_the_project(documents: list[Document]):
     ours = {pod.main["image"].rpartition(":")[2] for pod in pods(documents)
             if "leeway-" in pod.main["image"]}  # fmt: skip
     assert ours == {project}
-    pins = dict(
-        line.split("==")
-        for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-        if "==" in line
-    )
+    pins = dict(generate.read_pins((ROOT / "requirements" / "cpu.txt").read_text()))
     ray = find(documents, "RayService")["spec"]["rayClusterConfig"]["rayVersion"]
-    assert ray == pins["ray"]
+    assert ray == str(pins["ray"])
