@@ -56,6 +56,10 @@ class Rate:
         return count <= self._max_per_s
 
 
+_AS_IT_SAYS = (b"x-content-type-options", b"nosniff")
+"""A browser takes an answer for what its content type says and for nothing else."""
+
+
 class Gate:
     """ASGI middleware. `tokens` None lets everybody in, with the control scope."""
 
@@ -71,6 +75,7 @@ class Gate:
         if scope["type"] != "http" or not _is_guarded(scope["path"]):
             await self._app(scope, receive, send)
             return
+        send = _marked(send, _AS_IT_SAYS)
         headers, method = Headers(scope=scope), scope["method"]
         authorization = headers.get("authorization")
         found = "control" if self._tokens is None else self._tokens.scope_of(authorization)
@@ -123,8 +128,10 @@ def _is_guarded(path: str) -> bool:
 
 
 def _scoped(send: Send, found: TokenScope) -> Send:
-    header = (SCOPE_HEADER, found.encode())
+    return _marked(send, (SCOPE_HEADER, found.encode()))
 
+
+def _marked(send: Send, header: tuple[bytes, bytes]) -> Send:
     async def forward(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), header]

@@ -241,6 +241,15 @@ async def test_the_read_token_reads_and_does_not_control():
     assert refused.json()["title"] == "The token may not do this"
 
 
+@pytest.mark.parametrize(
+    ("path", "token", "code"),
+    [("/v1/status", TOKENS.read, 200), ("/v1/replay", TOKENS.read, 200), ("/v1/status", "x", 401)],
+)
+async def test_every_answer_with_data_is_what_its_content_type_says(path, token, code):
+    answer = await ask(build(tokens=TOKENS), path, headers=bearer(token))
+    assert (answer.status_code, answer.headers["x-content-type-options"]) == (code, "nosniff")
+
+
 async def test_the_control_token_does_both():
     replay = FakeReplay()
     app = build(replay, tokens=TOKENS)
