@@ -1,7 +1,7 @@
 """What the user of a run may do in Redis: the commands that Leeway sends, on the keys of runs.
 
-The contract tests run as this user, and one test counts what a server was asked: a command that is
-missing here fails there, and so does one that nobody sends.
+The contract tests run as this user, so a command that is missing here fails there. One test searches
+the code for each that stands here, so that none stays which nobody sends.
 """
 
 from __future__ import annotations
