@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 TRUST_KEY: Final = "policy.trust_remote_code"
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -42,5 +42,5 @@ def _code_of(file: Path) -> str | None:
         facts: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # who reads it for what it holds says so
-    names_code = type(facts) is dict and "auto_map" in facts and bool(facts["auto_map"])
-    return f"auto_map in {file.name}" if names_code else None
+    names = cast("dict[str, Any]", facts).get("auto_map") if isinstance(facts, dict) else None
+    return f"auto_map in {file.name}" if names else None
