@@ -161,7 +161,7 @@ def test_a_dry_run_of_a_process_asks_redis_and_makes_no_directory(
         monkeypatch.setenv("LEEWAY_REDIS_URL", server.url)
         code, out, _ = run(*arguments)
     assert code == 0
-    assert json.loads(out)["replay"]["url"].startswith("redis://:***@")
+    assert json.loads(out)["replay"]["url"].startswith("redis://leeway:***@")
     assert not (tmp_path / "runs").exists()
     assert run(*arguments)[0] == 2  # Redis has gone
 
