@@ -264,7 +264,7 @@ async def test_the_checks_leave_no_key_behind(tmp_path: Path):
 
     with EmbeddedRedis.start(tmp_path / "redis") as server:
         await redis_checks.check_redis(server.url, CONFIG)
-        link = Link(server.url)
+        link = Link(server.admin_url)
         assert await link.execute(("DBSIZE",)) == [0]
         await link.close()
 
@@ -273,7 +273,7 @@ async def test_a_user_without_rights_is_told_which_it_needs(tmp_path: Path):
     from leeway.replay.connection import Link
 
     with EmbeddedRedis.start(tmp_path / "redis") as server:
-        link = Link(server.url)
+        link = Link(server.admin_url)
         rules = ("on", ">pw", "~other:*", "+@all")
         await link.execute(("ACL", "SETUSER", "weak", *rules))
         await link.close()
@@ -336,7 +336,7 @@ async def test_a_member_with_a_wrong_clock_is_found_on_a_real_board(
             await asyncio.sleep(0.2)
 
     with EmbeddedRedis.start(tmp_path / "redis") as server:
-        link = Link(server.url)
+        link = Link(server.admin_url)
         await link.execute(("SET", board_keys("demo").phase, "starting"))
         writing = asyncio.create_task(write(link))
         found = await live.check_run(server.url, "demo")

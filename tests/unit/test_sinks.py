@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
@@ -264,9 +265,13 @@ def test_wandb_keeps_a_run_offline_without_a_key(tmp_path: Path, monkeypatch: py
     assert sinks.failures() == []
     run_id = (tmp_path / "wandb-id").read_text().strip()
     [file] = tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+    names = (b"loss", b"exact_match_after", b"learner.num_steps")
+    # Its own process writes the file, and on a busy machine it is not through with it at once.
+    deadline = time.monotonic() + 60
+    while not all(name in file.read_bytes() for name in names) and time.monotonic() < deadline:
+        time.sleep(0.1)
     kept = file.read_bytes()
-    for name in (b"loss", b"exact_match_after", b"learner.num_steps"):
-        assert name in kept
+    assert [name for name in names if name not in kept] == []
 
 
 def test_wandb_knows_a_run_by_an_id_of_its_directory_not_by_its_name(tmp_path: Path):
