@@ -1,7 +1,7 @@
 """What the user of a run may do in Redis: the commands that Leeway sends, on the keys of runs.
 
-The contract tests run as this user, so a command that is missing here fails there. One test searches
-the code for each that stands here, so that none stays which nobody sends.
+The contract tests run as this user, so a command that is missing here fails there. One test
+searches the code for each that stands here, so that none stays which nobody sends.
 """
 
 from __future__ import annotations
