@@ -134,12 +134,14 @@ class Membership:
 
     async def _follow(self, announcement: Announcement) -> None:
         """Receive one version and say how it went; a failure is a report, not the engine's end."""
+        # Before the commit: a beat under way during it sets `self.version` to the new one.
+        held = self.version
         try:
             transfer_s = await self._unless_superseded(announcement, self._receive(announcement))
             committed = await self._commit(announcement)
             # A learner that lost versions in a crash starts below them. On the board a version
             # only moves up, so the engine enters anew.
-            await self._beat(is_new=announcement.version < self.version)
+            await self._beat(is_new=announcement.version < held)
             await self._say(
                 announcement,
                 "committed",
@@ -195,11 +197,13 @@ class Membership:
                 self._hangs(announcement, CANCEL_S)
 
     def _hangs(self, announcement: Announcement, waited_s: float) -> TransferError:
-        self.broken = (
+        reason = (
             f"version {announcement.version} was not received: the engine did not answer within "
             f"{waited_s:g} s"
         )
-        return TransferError(self.broken)
+        # What broke it first is the cause.
+        self.broken = self.broken or reason
+        return TransferError(reason)
 
     async def _commit(self, announcement: Announcement) -> Committed:
         deadline_s, sent = announcement.deadline_s, announcement.checksum

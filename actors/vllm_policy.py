@@ -13,6 +13,9 @@ publish goes like this:
                -> set version, resume
                -> leeway_verify          a thread compares what is in use         } goes on
 
+Only `leeway_commit` goes through the engine, which waits for the device at each call. All else
+takes the side channel (actors/side_channel.py).
+
 Without memory for staging the pause begins before the weights are received, straight into place.
 vLLM's own weight-transfer interface is not used: it waits for the device after each call.
 """
@@ -38,6 +41,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from leeway.actors import side_channel
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
@@ -55,6 +59,8 @@ MAX_STARTS = 5
 """Times a request is sent whose first token came after a change of weights; the last one counts."""
 SHUTDOWN_S = 20.0
 """Seconds the engine's processes have to end by themselves; they take about 3 on a busy CPU."""
+LOOK_S = 0.1
+"""Seconds that a worker waits for the end of its thread before it answers that it is busy."""
 STAGED_SHARE = 0.6
 """Weights and staging may take this much of the engine's memory; the rest is for keys and values.
 """
@@ -70,8 +76,11 @@ class VllmPolicy:
         config: PolicyConfig,
         versions: TokenVersions,
         version: PolicyVersion,
+        side_channels: list[str],
     ) -> None:
+        """`side_channels` are the workers' addresses, by rank."""
         self._engine = engine
+        self._side_channels = side_channels
         self._loaded = _loaded_shapes(model)
         self._config = config
         self._max_model_len = config.max_model_len
@@ -100,7 +109,8 @@ class VllmPolicy:
             stat_loggers=stat_loggers(config),
         )
         versions = await token_versions(engine, version)
-        return cls(engine, model, config, versions, version)
+        addresses = await engine.collective_rpc("leeway_listen")
+        return cls(engine, model, config, versions, version, addresses)
 
     @property
     def engine(self) -> AsyncLLM:
@@ -212,7 +222,7 @@ class VllmPolicy:
 
     async def join(self, rendezvous: Rendezvous) -> None:
         """Join a transfer group; returns when the workers' joins have ended."""
-        await self._call("leeway_join", rendezvous.to_dict())
+        await self._aside("leeway_join", rendezvous.to_dict())
         await self._until_idle("join", rendezvous.timeout_s)
 
     async def stage(self, delivery: Delivery) -> float:
@@ -225,7 +235,7 @@ class VllmPolicy:
         try:
             if not self._stages:
                 await self._pause()
-            await self._call("leeway_receive", delivery.to_dict(), self._stages)
+            await self._aside("leeway_receive", delivery.to_dict(), self._stages)
             await self._until_idle("receive", delivery.timeout_s)
         except BaseException as error:
             if not self._stages:
@@ -243,12 +253,12 @@ class VllmPolicy:
         await self._check(checksum)
         try:
             await self._pause()
-            [worker, *_] = await self._call("leeway_commit", str(version))
+            [worker, *_] = await self._engine.collective_rpc("leeway_commit", args=(str(version),))
             self._version = version
             self._num_commits += 1
             pause_s = await self._resume(version)
-            await self._call("leeway_verify")
-            await self._until_idle("verify", self._config.start_timeout_s)
+            if any(await self._aside("leeway_verify")):
+                await self._until_idle("verify", self._config.start_timeout_s)
         except BaseException as error:
             self._broken = f"version {version} was not taken into use: {error}"
             raise
@@ -263,7 +273,7 @@ class VllmPolicy:
         )
 
     async def _check(self, checksum: str) -> None:
-        for problem in await self._call("leeway_check", checksum):
+        for problem in await self._aside("leeway_check", checksum):
             if problem and self._stages:
                 await self.abandon()
                 raise ChecksumMismatch(problem)
@@ -299,24 +309,25 @@ class VllmPolicy:
             # Received in place and not to be used: nothing brings the weights before back.
             self._broken = self._broken or "its weights are of no version: the learner gave up"
             await self._resume()
-        await self._call("leeway_abandon")
+        await self._aside("leeway_abandon")
 
-    async def _call(self, method: str, *arguments: object) -> list[Any]:
-        """Call every worker, between two steps of the engine; its answers by rank."""
-        return await self._engine.collective_rpc(method, args=arguments)
+    async def _aside(self, method: str, *arguments: object) -> list[Any]:
+        """Call every worker beside its engine, which goes on; the answers by rank."""
+        calls = (
+            asyncio.to_thread(side_channel.call, address, method, *arguments)
+            for address in self._side_channels
+        )
+        return await asyncio.gather(*calls)
 
     async def _until_idle(self, what: str, timeout_s: float) -> None:
-        # Each look is a call between two steps of the engine, so a long wait looks less often.
-        deadline, pause_s = time.monotonic() + timeout_s, 0.002
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            states = set(await self._call("leeway_transfer_state"))
+            states = set(await self._aside("leeway_transfer_state", LOOK_S))
             problems = states - {"busy", "idle"}
             if problems:
                 raise TransferError(problems.pop())
             if states == {"idle"}:
                 return
-            await asyncio.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 0.05)
         raise TransferError(f"the engine did not {what} within {timeout_s:g} s")
 
 
@@ -345,6 +356,8 @@ def set_environment(config: PolicyConfig) -> None:
     if find_spec("flashinfer") is None:
         # vLLM takes for granted on recent GPUs that its sampler is there.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # A fork of a process that has so much as asked whether there are GPUs cannot use them.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if not torch.cuda.is_available():
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -1,6 +1,7 @@
 """In each worker process of a vLLM engine: receiving weights, and taking them into use.
 
-vLLM makes `WorkerExtension` part of its worker class; the replica calls its methods.
+vLLM makes `WorkerExtension` part of its worker class; the replica calls its methods: through vLLM
+what must not happen during a step, all else through a side channel that costs the engine nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from leeway.actors.copy_plan import CopyPlan
+from leeway.actors.side_channel import SideChannel
 from leeway.actors.weight_receiver import Delivery, Rendezvous, StagingArea
+from leeway.replay import free_pages
 from leeway.replay.errors import TransferError
+from leeway.replay.flat_weights import Layout
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ Python's own 5 ms, several times a step, would be felt."""
 
 
 class WorkerExtension:
-    """Calls that the replica makes in every worker, between two steps of the engine."""
+    """Calls that the replica makes in every worker, one at a time."""
 
     device: torch.device
     rank: int
@@ -50,6 +54,17 @@ class WorkerExtension:
             self.__dict__["_leeway_weights"] = found
         return found
 
+    def leeway_listen(self) -> str:
+        """Take the other calls, all but `leeway_commit`, through a side channel; its address."""
+        found: SideChannel | None = self.__dict__.get("_leeway_channel")
+        if found is None:
+            _ = self._weights  # made here, on the engine's own thread
+            names = (n for n in dir(WorkerExtension) if n.startswith("leeway_"))
+            apart = {"leeway_listen", "leeway_commit"}
+            found = SideChannel({n: getattr(self, n) for n in names if n not in apart})
+            self.__dict__["_leeway_channel"] = found
+        return found.address
+
     def leeway_join(self, rendezvous: dict[str, object]) -> None:
         """Begin to join a transfer group."""
         self._weights.join(Rendezvous.from_dict(rendezvous))
@@ -58,9 +73,9 @@ class WorkerExtension:
         """Begin to receive a version: into staging, or into place while the engine stands still."""
         self._weights.receive(Delivery.from_dict(delivery), staged)
 
-    def leeway_transfer_state(self) -> str:
+    def leeway_transfer_state(self, wait_s: float) -> str:
         """`busy`, `idle`, or what went wrong."""
-        return self._weights.staging.state()
+        return self._weights.staging.state(wait_s)
 
     def leeway_check(self, checksum: str) -> str | None:
         """What is wrong with the received weights, None if nothing is."""
@@ -80,9 +95,9 @@ class WorkerExtension:
         log.info("version %s: %s in %.1f ms", version, how, 1e3 * copy_s)
         return {"copy_s": copy_s, "wire_s": self._weights.staging.wire_s}
 
-    def leeway_verify(self) -> None:
-        """Begin to compare what is in use with what was received."""
-        self._weights.verify()
+    def leeway_verify(self) -> bool:
+        """Begin to compare what is in use with what was received; False if there is no need."""
+        return self._weights.verify()
 
     def leeway_abandon(self) -> None:
         """Drop a transfer that failed."""
@@ -144,12 +159,12 @@ class EngineWeights:
         """It holds on to the buffer it reads from."""
         self._plan, self._planned_for = None, 0
 
-    def _make_plan(self, received: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def _make_plan(self, layout: Layout, flat: torch.Tensor) -> Callable[[], None]:
         """On the receiving thread: so long as buffer and plan belong together nothing is done."""
-        address = next(iter(received.values())).data_ptr() if received else 0
+        address = flat.data_ptr()
         if not self._may_copy or (self._plan is not None and address == self._planned_for):
             return lambda: None
-        plan = CopyPlan.trace(self._model, self._model.load_weights, received)
+        plan = CopyPlan.trace(self._model, self._model.load_weights, layout.views(flat))
 
         def keep() -> None:
             self._plan, self._planned_for = plan, address
@@ -196,18 +211,23 @@ class EngineWeights:
         finalize_layerwise_reload(self._model, self._model_config)
         _rebind_tied_head(self._model, self._device)
 
-    def verify(self) -> None:
-        """Begin to compare, on a thread, part of what was copied with what was received."""
+    def verify(self) -> bool:
+        """Begin to compare, on a thread, part of what was copied with what was received.
+
+        False where a reload has checked it already.
+        """
         plan, turn = self._plan, self._turn
         if not self._is_proved or plan is None or self._in_place:
-            return  # a reload has checked it already
+            return False
 
         def compare() -> None:
             if plan.differs(turn, VERIFY_TURNS):
                 raise TransferError("the engine does not hold the weights that were sent")
+            free_pages.give_back()  # outside of any pause
 
         self._turn = (turn + 1) % VERIFY_TURNS
         self.staging.start("take the weights into use", compare, lambda _: None)
+        return True
 
 
 class _InPlaceReload:

@@ -157,7 +157,7 @@ class StagingArea:
         self,
         delivery: Delivery,
         in_place: InPlace | None = None,
-        then: Callable[[Mapping[str, torch.Tensor]], Callable[[], None]] | None = None,
+        then: Callable[[Layout, torch.Tensor], Callable[[], None]] | None = None,
     ) -> None:
         """Begin receiving a version: into the buffer, or by `in_place` straight into the engine.
 
@@ -166,11 +166,12 @@ class StagingArea:
         it returns is called with the result, on the owner's thread, unless the transfer was
         abandoned.
         """
-        group, layout = self._group, Layout(delivery.manifest)
+        group = self._group
         wire_device = transfer.wire_device(self._transport, self._device)
         if not self.has_buffer_for(delivery):
-            self._layout, self._flat, self._host = layout, None, None
-        known_flat, known_host = self._flat, self._host
+            self._layout, self._flat, self._host = Layout(delivery.manifest), None, None
+        layout, known_flat, known_host = self._layout, self._flat, self._host
+        assert layout is not None
 
         def receive() -> _Received:
             if group is None:
@@ -187,7 +188,7 @@ class StagingArea:
             if wire is not flat:
                 flat.copy_(wire)
             received = checksum(layout, flat)
-            finish = (lambda: None) if then is None else then(layout.views(flat))
+            finish = (lambda: None) if then is None else then(layout, flat)
             return _Received(wire_s, received, flat, host, finish)
 
         def keep(received: _Received) -> None:
@@ -227,10 +228,13 @@ class StagingArea:
 
         return run
 
-    def state(self) -> str:
-        """`busy` while a thread works, `idle` when it is done, else what went wrong."""
+    def state(self, wait_s: float = 0.0) -> str:
+        """`busy` while a thread works, `idle` when it is done, else what went wrong.
+
+        `wait_s`: how long to wait for its end.
+        """
         job = self._job
-        if job is not None and job.is_running:
+        if job is not None and not job.over.wait(wait_s):
             return "busy"
         if job is not None:
             self._job = None
@@ -264,7 +268,7 @@ class StagingArea:
         A thread that still runs is left to time out; what it brings is dropped with its job.
         """
         transfer.drop(self._group)
-        if self._job is not None and self._job.is_running:
+        if self._job is not None and not self._job.over.is_set():
             # Its thread may still write into the buffer.
             self._layout, self._flat, self._host = None, None, None
         self._group, self._received, self._error, self._job = None, None, None, None
@@ -315,16 +319,14 @@ class _Job:
         self.keep = keep
         self.result: Any = None
         self.error: str | None = None
+        self.over = threading.Event()
 
         def run() -> None:
             try:
                 self.result = work()
             except Exception as error:
                 self.error = f"could not {what}: {error}"
+            finally:
+                self.over.set()
 
-        self._thread = threading.Thread(target=run, name="leeway-transfer", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
+        threading.Thread(target=run, name="leeway-transfer", daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Sequence
@@ -10,8 +11,12 @@ from typing import Final
 
 import numpy as np
 import Stemmer
-from bm25s.tokenization import STOPWORDS_EN, Tokenizer
 from numpy.typing import NDArray
+
+# Where JAX is installed, importing bm25s starts it, and by default it takes three quarters of a
+# GPU's memory.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from bm25s.tokenization import STOPWORDS_EN, Tokenizer
 
 _WORD: Final = r"(?u)\b\w+\b"
 """Words of one character count: "Vitamin C" and "Apollo 8" are about them."""

@@ -32,28 +32,31 @@ RESERVE_S: Final = 45.0
 """Kept at the end of a call, for reports and archives."""
 LEAST_S: Final = 30.0
 """No sweep begins with less: an arm needs that to start."""
+SHARE: Final = "gpu-share.txt"
+"""In a sweep's folder: the share of a GPU that its arms last ran with."""
 MAX_ARCHIVE_BYTES: Final = 16 * 2**20
 SHARES: Final = (0.1, 0.167, 0.25)
 """Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
 
 
 def main() -> int:
+    """1 if a sweep ended badly."""
     options = _options()
     ends_at = time.monotonic() + options.minutes * 60 - RESERVE_S
     for name in options.only or SWEEPS:
         _take_in(options.brought, options.state, name)
+    options.out.mkdir(parents=True, exist_ok=True)
+    codes = [0]
     for name in options.only or SWEEPS:
         missing = MODELS.get(name)
         if missing is not None and not missing.is_file():
             _say(f"{name} is left out: {missing.parent.relative_to(ROOT)} does not hold its model")
             continue
-        _run(name, options, ends_at)
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.only or SWEEPS:
+        codes.append(_run(name, options, ends_at))
         _pack(options.state / name, options.out / f"{name}.tar.gz")
     for name in options.only or SWEEPS:
         _table(options.state / name)
-    return 0
+    return max(codes)
 
 
 def _options() -> argparse.Namespace:
@@ -78,16 +81,20 @@ def _options() -> argparse.Namespace:
 # ---- running
 
 
-def _run(name: str, options: argparse.Namespace, ends_at: float) -> None:
-    """With more of a GPU for each arm as long as some end for want of memory."""
+def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
+    """With more of a GPU for each arm as long as some end for want of memory. 1 if it failed."""
     folder = options.state / name
+    known = folder / SHARE
     if options.at_most is not None:
         ends_at = min(ends_at, time.monotonic() + options.at_most * 60)
-    for number, share in enumerate((0.0,) if options.cpu else SHARES):
+    # What an earlier call found out: with less, arms that are cut off would fail when they go on.
+    least = float(known.read_text(encoding="utf-8")) if known.is_file() else 0.0
+    shares = (0.0,) if options.cpu else tuple(share for share in SHARES if share >= least)
+    for number, share in enumerate(shares):
         left_s = ends_at - time.monotonic()
         if left_s < LEAST_S:
             _say(f"{name}: no time is left for it in this call")
-            return
+            return 0
         command = [sys.executable, "-m", "leeway.services.cli", "sweep", "run"]
         command += [str(CONFIGS / f"{name}.toml"), "--out", str(folder), "--executor", "processes"]
         command += ["--max-minutes", f"{left_s / 60:.2f}", "--num-gpus", f"{share:g}", "--json"]
@@ -95,12 +102,20 @@ def _run(name: str, options: argparse.Namespace, ends_at: float) -> None:
         if number:
             command.append("--retry-failed")
         _say(f"{name}: {left_s / 60:.1f} minutes, {share:g} of a GPU for each arm")
-        code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        try:
+            limit_s = left_s + RESERVE_S / 2
+            code = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=limit_s).returncode
+            ended = f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            code, ended = 1, f"did not end within its {left_s / 60:.1f} minutes"
+        if folder.is_dir():
+            known.write_text(f"{share:g}\n", encoding="utf-8")
         if code != 0:
-            _say(f"{name}: leeway sweep ended with exit code {code}")
-            return
+            _say(f"{name}: leeway sweep {ended}")
+            return 1
         if not _wants_memory(folder):
-            return
+            break
+    return 0
 
 
 def _wants_memory(folder: Path) -> bool:
@@ -142,7 +157,7 @@ def _pack(folder: Path, archive: Path) -> None:
 
 
 def _kept(folder: Path) -> Sequence[Path]:
-    names = ("plan.json", "rates.json", "grid.json", "sweep.json")
+    names = ("plan.json", "rates.json", "grid.json", "sweep.json", SHARE)
     own = [folder / name for name in names if (folder / name).is_file()]
     report = [file for file in (folder / "report").rglob("*") if file.suffix in {".html", ".csv"}]
     return [*own, *sorted(folder.glob("arms/*/result.json")), *sorted(report)]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Mapping
 
@@ -219,11 +220,21 @@ class Publisher:
         store, size, timeout_s = self._store, announcement.world_size, self._timeout_s
         device = transfer.wire_device(announcement.transport, self._device)
         assert store is not None
+        given_up = threading.Event()
+
+        def build() -> dist.ProcessGroup:
+            group = transfer.build_group(store, 0, size, device, timeout_s)
+            if given_up.is_set():  # nobody would ever drop it
+                transfer.drop(group)
+            return group
+
         try:
-            group = await self._sender.run(
-                lambda: transfer.build_group(store, 0, size, device, timeout_s), timeout_s
-            )
+            group = await self._sender.run(build, timeout_s)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
         except TransferError as error:
+            given_up.set()
             # It says nothing about who was missing; the engines may have.
             outcome = await self._await_stage(announcement, "joined", timeout_s=LOOK_S)
             engines = error_summary(outcome.failed | outcome.silent)

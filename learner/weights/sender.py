@@ -55,9 +55,10 @@ def _serve(orders: SimpleQueue[_Order | None]) -> None:
     while (order := orders.get()) is not None:
         work, done = order
         # Whoever asked may have given up; a future that was cancelled takes no result.
-        if not done.set_running_or_notify_cancel():
-            continue
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+        # They hold the weights that were sent, and must not until the next order comes.
+        del order, work, done

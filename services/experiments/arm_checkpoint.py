@@ -8,7 +8,7 @@ The rest is written first, so that a checkpoint which is there has one. The fold
 the arm's end: it is some hundred times the size of a result.
 
 Under `exact` an arm that goes on trains on the same groups as one that never stopped. Under `bound`
-what was in play is played anew by the newest version, as when a live run is resumed.
+what was in play is lost, and its questions with it; the next ones are played.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def standing(folder: Path) -> Standing | None:
         rest = msgspec.msgpack.decode(file.read_bytes(), type=Rest)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(
-            f"{file} cannot be gone on from ({error}); remove {root}, and the arm begins anew"
+            f"{file} cannot be gone on from ({error}); run the sweep with --retry-failed, and the "
+            "arm begins anew"
         ) from None
     return Standing(found.path, found.version, rest)
 

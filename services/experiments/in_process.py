@@ -247,19 +247,22 @@ async def run(
     if keep_every_s is not None:
         kept = ArmCheckpoints(out, model_dir(config.model), parts.trainer.world, keep_every_s)
     learning = InProcess(config, parts, out, kept=kept, rule=rule)
-    if found is not None:
-        learning.go_on(found, evaluations)
-        await learning.look_around()
-    else:
+    try:
+        if found is not None:
+            learning.go_on(found, evaluations)
+            await learning.look_around()
+        else:
+            await learning.evaluate()
+        playing = asyncio.create_task(parts.worker.run())
+        await _until_done(loop.run(learning, traced(parts.replay)), playing)
+        await parts.worker.stop(grace_s=0.0)
         await learning.evaluate()
-    playing = asyncio.create_task(parts.worker.run())
-    await _until_done(loop.run(learning, traced(parts.replay)), playing)
-    await parts.worker.stop(grace_s=0.0)
-    await learning.evaluate()
-    await parts.policy.close()
-    if kept is not None:
-        await asyncio.to_thread(kept.close)
-    await asyncio.to_thread(tracing.stop)
+    finally:
+        await parts.policy.close()
+        if kept is not None:
+            # A checkpoint still being written would come back after the caller has dropped it.
+            await asyncio.to_thread(kept.close)
+        await asyncio.to_thread(tracing.stop)
     return Ended(
         evaluations=learning.evaluations,
         is_stopped_early=learning.is_stopped_early,

@@ -131,10 +131,13 @@ class SweepFolder:
         return plan
 
     def read_state(self) -> SweepState | None:
-        """None before the first arm."""
+        """None before the first arm. Raises DataError for a file that is none."""
         if not self.state.is_file():
             return None
-        return msgspec.json.decode(self.state.read_bytes(), type=SweepState)
+        try:
+            return msgspec.json.decode(self.state.read_bytes(), type=SweepState)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{self.state} is no state of a sweep: {error}") from None
 
     def write_state(self, state: SweepState) -> None:
         replace_text(self.state, msgspec.json.format(msgspec.json.encode(state)).decode())

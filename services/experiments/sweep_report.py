@@ -10,13 +10,12 @@ report/
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from leeway.replay.errors import DataError
 from leeway.services.experiments.arm_result import ArmResult
@@ -118,7 +117,8 @@ def write_report(folder: SweepFolder, retention: float | None = None) -> Path:
         (partial / "figures" / f"{one.picture.name}.png").write_bytes(one.png)
         (partial / "figures" / f"{one.picture.name}.svg").write_text(one.svg, encoding="utf-8")
     write_tables(partial, found.rows, found.results)
-    encoded = msgspec.json.format(msgspec.json.encode(list(found.verdicts))).decode()
+    verdicts = [verdict.model_dump() for verdict in found.verdicts]
+    encoded = json.dumps(verdicts, indent=2, ensure_ascii=False)
     replace_text(partial / "verdicts.json", encoded + "\n")
     replace_text(partial / "sweep.html", page(found, drawn, folder.read_state()))
     shutil.rmtree(folder.report, ignore_errors=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
-import msgspec
+from pydantic import BaseModel, ConfigDict
 
 from leeway.services.experiments.arm_result import ArmResult, Status
 from leeway.services.experiments.sweep_arms import series_label
@@ -26,13 +26,21 @@ _T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262,
 seeds."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Found(BaseModel):
+    """Base of what a sweep has found. REST hands it out as it is, and docstrings become
+    descriptions there."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class Row(Found):
     """One arm. Means are over its optimizer steps; None where it has none."""
 
     arm: str
     series: str
     objective: str
     variant: dict[str, Any]
+    """What the grid varied beside objective, staleness and seed."""
     seed: int
     learning_rate: float
     is_scan: bool
@@ -144,7 +152,7 @@ def _last(curves: dict[str, list[float | None]], name: str) -> float | None:
     return values[-1] if values else None
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class Cell(Found):
     """The seeds of one series at one staleness."""
 
     series: str

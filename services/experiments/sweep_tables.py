@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
@@ -35,15 +34,14 @@ def write_tables(folder: Path, rows: Sequence[Row], results: Sequence[ArmResult]
 
 def rows_table(rows: Sequence[Row]) -> pa.Table:
     """The fields of Row; `variant` as JSON."""
-    names = Row.__struct_fields__
+    names = list(Row.model_fields)
     data = [_plain(row) for row in rows]
     schema = pa.schema([(name, _type(name)) for name in names])
     return pa.Table.from_pylist(data, schema)
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(row)
-    return found | {"variant": json.dumps(row.variant)}
+    return row.model_dump() | {"variant": json.dumps(row.variant)}
 
 
 def _type(name: str) -> pa.DataType:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
-from leeway.services.experiments.sweep_rows import Cell
+from leeway.services.experiments.sweep_rows import Cell, Found
 
 ON_POLICY = 0.5
 """A cell whose realised staleness is below this many versions counts as on-policy."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Verdict(Found):
     """Of one series."""
 
     series: str

@@ -14,6 +14,7 @@ import torch
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import CompletionRequest
+from leeway.actors.side_channel import SideChannel
 from leeway.actors.weight_receiver import Delivery
 from leeway.replay.errors import ChecksumMismatch, TransferError
 from leeway.replay.schema import PolicyVersion
@@ -99,7 +100,10 @@ async def test_versions_counted_as_tokens_come_are_those_the_engine_reports(
 
 
 class FakeEngine:
-    """vLLM's front end as VllmPolicy sees it. `faults` maps a call's name to its error."""
+    """vLLM's front end and one worker as VllmPolicy sees them.
+
+    `faults` maps a call's name to its error.
+    """
 
     def __init__(self, **faults: Exception | str) -> None:
         self.calls: list[str] = []
@@ -113,13 +117,23 @@ class FakeEngine:
             raise fault
 
     async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[Any]:
-        name = method.removeprefix("leeway_")
-        if name == "transfer_state":
-            return [self.faults.get("transfer_state", "idle")]
-        self._note(name)
-        if name == "check":
-            return [self.faults.get("problem")]
+        assert method == "leeway_commit", "all else costs the engine time"
+        self._note("commit")
         return [{"copy_s": 0.0, "wire_s": 0.0}]
+
+    def side_channel(self) -> SideChannel:
+        """The worker's."""
+        noted = ("join", "receive", "check", "verify", "abandon")
+        calls: dict[str, Any] = {f"leeway_{name}": self._aside(name) for name in noted}
+        state = self.faults.get("transfer_state", "idle")
+        return SideChannel({**calls, "leeway_transfer_state": lambda _: state})
+
+    def _aside(self, name: str) -> Any:
+        def call(*_: object) -> object:
+            self._note(name)
+            return self.faults.get("problem") if name == "check" else True
+
+        return call
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
@@ -146,7 +160,8 @@ def build(tmp_path: Any, staging: str, **faults: Exception | str) -> tuple[Any, 
     engine: Any = FakeEngine(**faults)
     config = PolicyConfig.model_validate({"staging": staging})
     versions: Any = FakeVersions(engine)
-    return VllmPolicy(engine, tmp_path, config, versions, PolicyVersion(3)), engine
+    channels = [engine.side_channel().address]
+    return VllmPolicy(engine, tmp_path, config, versions, PolicyVersion(3), channels), engine
 
 
 async def test_staged_weights_are_checked_before_the_pause_and_verified_behind_it(tmp_path):
@@ -198,7 +213,7 @@ async def test_what_fails_in_place_breaks_the_engine(tmp_path, faults, calls):
 async def test_commit_that_fails_breaks_the_engine_and_ends_the_pause(tmp_path, fault):
     policy, engine = build(tmp_path, "always", **{fault: RuntimeError("out of memory")})
     await policy.stage(DELIVERY)
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, TransferError), match="out of memory"):
         await policy.commit(PolicyVersion(4), "0f")
     assert engine.calls.count("resume") == 1
     with pytest.raises(EngineError, match="version 4 was not taken into use: out of memory"):

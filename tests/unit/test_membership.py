@@ -125,6 +125,13 @@ async def running(board: PolicyBoard, policy: FakePolicy) -> AsyncIterator[Membe
         assert task.done()
 
 
+async def on_board(board: PolicyBoard) -> None:
+    """Until an engine is there: what was announced before is not for it."""
+    async with asyncio.timeout(4 * AMPLE_S):
+        while not await board.engines():
+            await asyncio.sleep(0.01)
+
+
 async def report_of(board: PolicyBoard, publish_id: int, stage: Stage) -> EngineReport:
     return (await board.reports(publish_id, ["a"], stage, AMPLE_S))["a"]
 
@@ -255,7 +262,7 @@ async def test_commit_that_goes_wrong_breaks_the_engine_and_takes_it_off_the_boa
 ):
     membership = Membership(board, FakePolicy(commit=fault), "a", "here", heartbeat_s=HEARTBEAT_S)
     run = asyncio.create_task(membership.run())
-    await asyncio.sleep(0.05)
+    await on_board(board)
     await board.announce(announcement(1))
     with pytest.raises(TransferError, match=reason):
         await asyncio.wait_for(run, AMPLE_S)
@@ -270,7 +277,7 @@ async def test_engine_that_hangs_after_an_announcement_is_broken_and_leaves_the_
     policy = FakePolicy(**{where: never})
     membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
     run = asyncio.create_task(membership.run())
-    await asyncio.sleep(0.05)
+    await on_board(board)
     await board.announce(announcement(1))
     with pytest.raises(TransferError, match="version 11 was not received: the engine did not ans"):
         await asyncio.wait_for(run, 4 * AMPLE_S)
@@ -281,7 +288,7 @@ async def test_engine_that_cannot_give_up_a_transfer_is_broken(board):
     policy = FakePolicy(stage=raising(TransferError("reset")), abandon=never)
     membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
     run = asyncio.create_task(membership.run())
-    await asyncio.sleep(0.05)
+    await on_board(board)
     await board.announce(announcement(1))
     with pytest.raises(TransferError, match=r"did not answer within 0\.6 s"):
         await asyncio.wait_for(run, 4 * AMPLE_S)
@@ -307,13 +314,40 @@ async def test_beat_under_way_does_not_bring_back_a_version_that_was_lost(board)
         assert await board.oldest_version() == 11
 
 
+async def test_beat_during_a_commit_does_not_keep_a_version_that_was_lost(board):
+    """The engine holds 11 already, and still verifies it, when it beats next."""
+    policy = FakePolicy()
+
+    async def slow() -> None:
+        policy.held = PolicyVersion(11)
+        await membership._beat()
+
+    async with running(board, policy) as membership:
+        policy.held = PolicyVersion(20)
+        await membership._beat()
+        policy.faults["commit"] = slow
+        await board.announce(announcement(1))
+        await report_of(board, 1, "committed")
+        assert await board.oldest_version() == 11
+
+
+async def test_what_broke_an_engine_first_is_the_cause(board):
+    policy = FakePolicy(commit=raising(RuntimeError("out of memory")), abandon=never)
+    membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
+    run = asyncio.create_task(membership.run())
+    await on_board(board)
+    await board.announce(announcement(1))
+    with pytest.raises(TransferError, match="was not taken into use: out of memory"):
+        await asyncio.wait_for(run, 4 * AMPLE_S)
+
+
 async def test_engine_that_reports_another_checksum_than_was_sent_is_broken(board):
     async def other() -> object:
         return "1e"
 
     membership = Membership(board, FakePolicy(commit=other), "a", "here", heartbeat_s=HEARTBEAT_S)
     run = asyncio.create_task(membership.run())
-    await asyncio.sleep(0.05)
+    await on_board(board)
     await board.announce(announcement(1))
     with pytest.raises(TransferError, match="checksum 1e is in use, 0f was sent"):
         await asyncio.wait_for(run, AMPLE_S)

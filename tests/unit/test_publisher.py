@@ -356,12 +356,12 @@ async def test_publish_as_a_whole_has_a_deadline_that_says_who_was_lost(
     board, publisher, monkeypatch
 ):
     """Engines that are lost one after the other would each cost a deadline."""
-    monkeypatch.setattr(module, "MAX_DEADLINES", 1.5)
+    monkeypatch.setattr(module, "MAX_DEADLINES", 1.9)
     async with living(Engine(board, "a"), Engine(board, "b", ""), Engine(board, "c", "ready")):
         with pytest.raises(TransferError) as raised:
             await publisher.publish(V1, WEIGHTS)
     assert str(raised.value) == (
-        "version 1 was not published within 1.5 s; lost meanwhile: b: not ready within 1 s"
+        "version 1 was not published within 1.9 s; lost meanwhile: b: not ready within 1 s"
     )
 
 
