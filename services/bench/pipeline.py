@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 
 from leeway.actors.config import model_dir
+from leeway.replay.errors import ConfigurationError
 from leeway.services.bench.result import BenchResult
 
 WARM_STEPS: Final = 2
@@ -69,12 +70,16 @@ class Course:
 
 
 def run(*, quick: bool, out: Path | None = None) -> BenchResult:
-    """Both runs, one after the other; their directories stay below `out`."""
+    """Both runs, one after the other; their directories stay below `out`.
+
+    A run that ended there in an earlier call is not played again: on a machine lent for minutes the
+    two fit into two calls. Raises ConfigurationError where one lies there that did not end.
+    """
     is_cuda = torch.cuda.device_count() > 1
     size = _size(quick, is_cuda)
     folder = out or Path(tempfile.mkdtemp(prefix="leeway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)
-    model = _model(folder, is_cuda)
+    model = folder / "model" if (folder / "model").is_dir() else _model(folder, is_cuda)
     courses = {
         name: _play(folder / name, model, size, staleness, is_cuda)
         for name, staleness in STALENESS.items()
@@ -100,7 +105,7 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
 def _size(quick: bool, is_cuda: bool) -> Size:
     if is_cuda:
         learner = {"micro_batch_tokens": 16384, "precision": "bfloat16"}
-        return Size(8 if quick else 24, 32, 200, 256, learner)
+        return Size(6 if quick else 16, 16, 200, 256, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
     return Size(5 if quick else 14, 4, 24, 32, learner)
 
@@ -155,7 +160,11 @@ def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) 
         **{f"learner.{name}": value for name, value in size.learner.items()},
     }
     overrides = [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
-    folder.mkdir()
+    for directory in (folder / "runs").glob("*"):
+        if not (directory / "summary.json").is_file():
+            raise ConfigurationError(f"{directory} did not end; remove {folder} and try again")
+        return course_of(directory)
+    folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "leeway.services.cli", "train", *overrides]
     log = folder / "bench.log"
     with log.open("wb") as sink:

@@ -40,6 +40,8 @@ from leeway.services.bench.publish_raw import measure
 from leeway.services.bench.result import BenchResult
 
 WARM_S: Final = 4.0
+PAIR_REST_S: Final = 0.25
+"""Without a publish, before one whose time is compared with the time before it."""
 NOT_MEASURED: Final = -1.0
 """What a key holds where the machine has no such path."""
 
@@ -54,6 +56,7 @@ class Plan:
     window_s: float
     num_in_flight: int
     with_native: bool
+    num_pairs: int = 60
 
 
 @dataclass
@@ -70,8 +73,8 @@ class Measured:
     transfers: list[float] = field(default_factory=list)
     usual_gaps: list[float] = field(default_factory=list)
     """The same without a publish."""
-    busy_rates: list[float] = field(default_factory=list)
-    """Tokens a second while a version is received."""
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens while a version was received, and in as long a time right before."""
     full_rates: list[float] = field(default_factory=list)
     """Tokens a second while one version is published after the other."""
     idle_rates: list[float] = field(default_factory=list)
@@ -83,6 +86,11 @@ class Measured:
     raw_s: float = 0.0
     device_copy_s: float = 0.0
     native_pauses: list[float] = field(default_factory=list)
+
+    @property
+    def generated(self) -> float:
+        """Tokens while versions were received, over those in as long a time before each."""
+        return sum(during for during, _ in self.pairs) / sum(before for _, before in self.pairs)
 
 
 def run(*, quick: bool, shapes: tuple[str, ...] = ()) -> BenchResult:
@@ -97,11 +105,15 @@ def run(*, quick: bool, shapes: tuple[str, ...] = ()) -> BenchResult:
         )
     is_cuda = torch.cuda.device_count() > 1
     if is_cuda and quick:
-        plan = Plan(("1.5B",), 12, 2, 2.0, 64, with_native=False)
+        plan = Plan(("1.5B",), 12, 2, 2.0, 64, with_native=False, num_pairs=20)
     elif is_cuda:
         plan = Plan(("1.5B", "7B"), 30, 3, 4.0, 64, with_native=True)
     else:
-        plan = Plan(("0.01B",), 5 if quick else 20, 1 if quick else 3, 2.0, 8, with_native=False)
+        plan = Plan(
+            *(("0.01B",), 5 if quick else 20, 1 if quick else 3, 2.0, 8),
+            with_native=False,
+            num_pairs=10 if quick else 30,
+        )
     found = [_measure(shape, plan, is_cuda) for shape in shapes or plan.shapes]
     columns = ("model", "what", "p50 ms", "p99 ms", "note")
     rows = tuple(row for measured in found for row in _rows(measured))
@@ -216,7 +228,11 @@ async def _windows(
     stages: list[tuple[float, float]],
     meter: Meter,
 ) -> None:
-    """Turn and turn about: a while without transfers, a while full of them."""
+    """Turn and turn about: a while without transfers, a while full of them.
+
+    What the engine generates goes up and down by itself, as requests come and end together, so the
+    time in which a version is received is compared with as long a time right before it.
+    """
     for _ in range(plan.num_windows):
         began = time.monotonic()
         await asyncio.sleep(plan.window_s)
@@ -226,11 +242,18 @@ async def _windows(
             await learner.publish()
         ended = time.monotonic()
         measured.full_rates.append(meter.rate(began, ended))
-        seconds = sum(b - a for a, b in stages[first:])
-        measured.busy_rates.append(
-            sum((b - a) * meter.rate(a, b) for a, b in stages[first:]) / seconds
-        )
-        measured.transfer_share = seconds / (ended - began)
+        measured.transfer_share = sum(b - a for a, b in stages[first:]) / (ended - began)
+    for _ in range(plan.num_pairs):
+        await asyncio.sleep(PAIR_REST_S)
+        first = len(stages)
+        await learner.publish()
+        for began, ended in stages[first:]:
+            measured.pairs.append(
+                (
+                    meter.count(began, ended),
+                    meter.count(2 * began - ended, began),
+                )
+            )
 
 
 async def _logprob_gap(learner: Learner, policy: Any) -> float:
@@ -340,9 +363,9 @@ def _rows(m: Measured) -> list[tuple[str, ...]]:
     ]
     if m.native_pauses:
         rows.append(_row(m, "pause, vLLM's own path", m.native_pauses, "packed NCCL"))
-    busy, idle, full = (median(r) for r in (m.busy_rates, m.idle_rates, m.full_rates))
-    note = f"tokens/s; {idle:.0f} without, {full:.0f} publishing without a break"
-    rows.append((m.shape, "generated while receiving", f"{busy:.0f}", "", note))
+    idle, full = median(m.idle_rates), median(m.full_rates)
+    note = f"of as long a time before; {idle:.0f} tokens/s, {full:.0f} publishing without a break"
+    rows.append((m.shape, "generated while receiving", f"{100 * m.generated:.0f} %", "", note))
     note = f"{m.gap_logprob:.4f} mean difference of log-probs to the learner after the last one"
     return [*rows, (m.shape, "same weights", "", "", note)]
 
@@ -376,7 +399,7 @@ def _model_keys(m: Measured) -> dict[str, float | int | str]:
         "usual_gap_ms_p50": 1e3 * median(m.usual_gaps),
         "device_copy_ms": 1e3 * m.device_copy_s,
         "bandwidth_ratio": m.raw_s / median(m.wires),
-        "generation_ratio": median(m.busy_rates) / median(m.idle_rates),
+        "generation_ratio": m.generated,
         "generation_ratio_without_break": median(m.full_rates) / median(m.idle_rates),
         "transfer_share": m.transfer_share,
         "native_pause_ms_p50": 1e3 * median(native) if native else NOT_MEASURED,

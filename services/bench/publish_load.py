@@ -71,10 +71,14 @@ class Meter:
             self.times.append(time.monotonic())
             self.counts.append(num_tokens)
 
+    def count(self, since: float, until: float) -> int:
+        """Tokens between two times."""
+        first, last = bisect_left(self.times, since), bisect_left(self.times, until)
+        return sum(self.counts[first:last])
+
     def rate(self, since: float, until: float) -> float:
         """Tokens a second between two times."""
-        first, last = bisect_left(self.times, since), bisect_left(self.times, until)
-        return sum(self.counts[first:last]) / (until - since)
+        return self.count(since, until) / (until - since)
 
     def longest_gap(self, since: float, until: float) -> float:
         """The longest time without a token, of the steps that began in between, in seconds."""
