@@ -43,10 +43,8 @@ browser: setup  ## Try the dashboard in the headless Chromium of this machine.
 	$(BIN)/python -m pytest -q --browser tests/browser
 
 chaos: setup  ## Kill, stop, starve and cut off a run 200 times (CHAOS_MINUTES=90 CHAOS_FAULTS=200).
-	@# A quarter on vLLM. Both go on with build/chaos.json where an earlier call has ended.
-	$(BIN)/python -m tests.chaos.campaign tests/chaos/chaos.toml --undisturbed 3 \
-		--faults $$(( $(CHAOS_FAULTS) * 3 / 4 )) --minutes $(CHAOS_MINUTES)
-	$(BIN)/python -m tests.chaos.campaign tests/chaos/chaos.toml --set policy.backend=vllm \
+	@# It goes on with build/chaos.json where an earlier call has ended.
+	$(BIN)/python -m tests.chaos.campaign tests/chaos/chaos.toml --undisturbed 2 \
 		--faults $(CHAOS_FAULTS) --minutes $(CHAOS_MINUTES)
 
 images:  ## Build the three images and train with them; needs buildah, podman and mmdebstrap.

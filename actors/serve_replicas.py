@@ -54,12 +54,12 @@ from leeway.actors.worker import RolloutWorker
 from leeway.replay import tracing
 from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.config import ReplayConfig
+from leeway.replay.held_slots import HeldSlots
 from leeway.replay.policy_folder import newest_policy
 from leeway.replay.run_records import LiveSettings
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.store import ReplayStats
-from leeway.replay.traced_replay import traced
 from leeway.replay.tracing import TracingConfig
 from leeway.replay.vigil import Vigil
 
@@ -68,6 +68,9 @@ SNAPSHOT_S = 1.0
 DRAIN_S = 0.1
 """How often a replica that is to end looks whether a request is still with it; Serve's own two
 seconds, one replica after another, would be most of the time that a run takes to end."""
+HEALTH_S = 2.0
+"""How often Serve asks a replica whether it is well. A dead process is noticed by the next
+question, an engine that died below its replica by the third."""
 RETRIEVER_REQUESTS = 4096
 """Searches with the retriever's replica at once, waiting ones included; Serve holds back more."""
 RECENT_SNAPSHOTS = 30
@@ -97,7 +100,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @serve.deployment(
     max_ongoing_requests=1024,
-    health_check_period_s=10,
+    health_check_period_s=HEALTH_S,
     health_check_timeout_s=30,
     graceful_shutdown_wait_loop_s=DRAIN_S,
 )
@@ -200,8 +203,9 @@ class PolicyServer:
         self._task.cancel()
         self._snapshots.cancel()
         await asyncio.gather(self._task, self._snapshots, return_exceptions=True)
-        await self._vigil.end()
+        # First of all: what follows may wait for a Redis that is away, and Ray does not wait long.
         await self._policy.close()
+        await self._vigil.end()
         await self._board.close()
         await self._run_board.close()
         await asyncio.to_thread(tracing.stop)
@@ -219,7 +223,11 @@ async def start_policy(spec: ActorSpec) -> Any:
     return await TorchPolicy.start(model, spec.policy, seed=spec.seed, version=version)
 
 
-@serve.deployment(max_ongoing_requests=RETRIEVER_REQUESTS, graceful_shutdown_wait_loop_s=DRAIN_S)
+@serve.deployment(
+    max_ongoing_requests=RETRIEVER_REQUESTS,
+    health_check_period_s=HEALTH_S,
+    graceful_shutdown_wait_loop_s=DRAIN_S,
+)
 class RetrieverServer:
     """The index in a replica of its own, behind the queue, batches and cache of the service."""
 
@@ -243,7 +251,9 @@ class RetrieverServer:
 
 
 @serve.deployment(
-    max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_wait_loop_s=DRAIN_S
+    max_ongoing_requests=64,
+    health_check_period_s=HEALTH_S,
+    graceful_shutdown_wait_loop_s=DRAIN_S,
 )
 class RolloutServer:
     """One rollout worker. It plays while the run's phase is `training`; evaluation is by call."""
@@ -261,9 +271,12 @@ class RolloutServer:
         self._place = serve.get_replica_context().rank.rank
         self.worker_id = f"worker-{self._place}"
         self._spec = spec
-        self._replay = traced(connect_replay(spec.redis_url, spec.run, spec.replay))
         self._policies = PolicyBoard(spec.redis_url, spec.run)
         self._board = RunBoard(spec.redis_url, spec.run)
+        replay = connect_replay(spec.redis_url, spec.run, spec.replay)
+        self._replay = HeldSlots(replay, self._board, self.worker_id)
+        # Serve gives a place to another replica when the one before is gone.
+        await self._replay.return_those_of_the_dead()
         self._retriever = build_retriever(spec.search, retriever)
         self._worker = await self._build_worker(HandlePolicy(policy))
         self._playing: asyncio.Task[None] | None = None

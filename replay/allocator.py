@@ -27,7 +27,7 @@ def keep_freed_memory() -> bool:
 
     Not where another allocator is in use, nor where the environment sets bounds of its own.
     """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    if any(name.startswith(("MALLOC_T", "MALLOC_MMAP", "GLIBC_TUNABLES")) for name in os.environ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

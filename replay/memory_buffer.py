@@ -67,6 +67,8 @@ class BufferState(msgspec.Struct, frozen=True):
     """By id, in the order in which they came."""
     drawn_until: float
     evicted_until: float
+    largest: int
+    """Bytes of the largest group there ever was; a slot counts as large."""
 
 
 class Buffer:
@@ -450,6 +452,7 @@ class Buffer:
             groups=dict(self.groups),
             drawn_until=self._drawn_until,
             evicted_until=self._evicted_until,
+            largest=self._largest,
         )
 
     def go_on(self, state: BufferState) -> None:
@@ -459,7 +462,7 @@ class Buffer:
         self.counts.update(state.counts)
         self.groups = dict(state.groups)
         self._drawn_until, self._evicted_until = state.drawn_until, state.evicted_until
-        self._largest = max((group.record.size for group in self.groups.values()), default=0)
+        self._largest = state.largest
 
     # ---- views
 

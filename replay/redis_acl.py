@@ -69,7 +69,8 @@ and MEMORY USAGE from `leeway soak`, and tell names of keys, never what foreign 
 CLUSTER_COMMANDS: Final = ("asking", "cluster|slots", "command", "readonly")
 """What the client of a Redis Cluster needs besides, to find the nodes."""
 
-_PASSWORD: Final = re.compile(r"[!-~]{16,}")
+_PASSWORD: Final = re.compile(r"[!#-&(-~]{16,}")
+"""Redis reads a word that holds a quote in a way of its own."""
 
 
 def user_line(
@@ -82,13 +83,17 @@ def user_line(
     """
     if not _PASSWORD.fullmatch(password):
         raise ConfigurationError(
-            "the Redis password must be at least 16 printable ASCII characters without a space"
+            "the Redis password must be at least 16 printable ASCII characters, no space or quote"
         )
     secret = password if re.fullmatch("#[0-9a-f]{64}", password) else f">{password}"
+    return f"user {USER} on {secret} {user_rights(keys, is_cluster=is_cluster)}"
+
+
+def user_rights(keys: Sequence[str] = (KEY_PATTERN,), *, is_cluster: bool = False) -> str:
+    """Those of the user of a run, as `ACL SETUSER NAME` takes them."""
     allowed = {*SCRIPT_COMMANDS, *CLIENT_COMMANDS, *(CLUSTER_COMMANDS if is_cluster else ())}
     return " ".join(
         (
-            f"user {USER} on {secret}",
             *(f"~{pattern}" for pattern in keys),
             "resetchannels -@all",
             *(f"+{command}" for command in sorted(allowed)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -21,24 +22,43 @@ import torch.distributed as dist
 from leeway.replay.board import Transport
 from leeway.replay.errors import TransferError
 
+LOOPBACK = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOK_S = 0.0005
 """How often it is looked whether a GPU has finished."""
 
 
 def build_store(host: str, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous of one transfer group. Port 0: the master takes a free one (`store.port`)."""
+    """The rendezvous of one transfer group. Port 0: the master takes a free one (`store.port`). It
+    listens on every interface, but on loopback alone where `host` is LOOPBACK."""
+    listening: dict[str, Any] = {}
     try:
+        if is_master and host == LOOPBACK:
+            port, listening["master_listen_fd"] = _listen_on_loopback(port)
         return dist.TCPStore(
             host,
             port,
             is_master=is_master,
             wait_for_workers=False,
             timeout=datetime.timedelta(seconds=timeout_s),
+            **listening,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise TransferError(
             f"no rendezvous at {host}:{port} within {timeout_s:g} s: {_first_line(error)}"
         ) from error
+
+
+def stays_on_this_machine() -> bool:
+    """Whether the environment keeps gloo, and with it every transfer, on the loopback interface, as
+    that of `leeway train` does."""
+    return os.environ.get(INTERFACE) == "lo"
+
+
+def _listen_on_loopback(port: int) -> tuple[int, int]:
+    """Port and descriptor of a socket that listens; who gets the descriptor closes it."""
+    with socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN) as listener:
+        return listener.getsockname()[1], listener.detach()
 
 
 def wire_device(transport: Transport, device: torch.device) -> torch.device:

@@ -35,6 +35,9 @@ it too and is copied, so it is not larger."""
 LARGE_BYTES: Final = 1 << 12
 """A text of this size that has not come whole is read into a buffer of its own."""
 
+MAX_ROW_BYTES: Final = 1 << 20
+"""Of large texts read in one turn of the event loop, about."""
+
 MAX_VECTORS: Final = 1024
 """Parts that one call of the system may write."""
 
@@ -209,15 +212,10 @@ class _Wire(asyncio.BufferedProtocol):
         return memoryview(self._small)[self._stop :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._num_received += nbytes
         try:
-            if self._large is None:
-                self._stop += nbytes
-                self._parse()
-            else:
-                self._filled += nbytes
-                if self._filled == len(self._large):
-                    self._close_large()
+            self._take(nbytes)
+            if self._large is not None and self._descriptor is not None:
+                self._read_on(self._descriptor)
         except Exception as error:  # whoever waits hears of it; the transport could not
             self.end(error)
             self._transport.abort()
@@ -240,6 +238,35 @@ class _Wire(asyncio.BufferedProtocol):
         self._before.resume_writing()
 
     # --- parsing ---
+
+    def _read_on(self, descriptor: int) -> None:
+        """Read what else has come of a row of large texts: a call of the system for each, where the
+        event loop would take two turns. It stops where nothing more has come, or after enough that
+        others had to wait."""
+        num_left = MAX_ROW_BYTES
+        while self._large is not None and num_left > 0:
+            rest = self._large[self._filled :]
+            try:
+                num_read = os.readv(descriptor, (rest, self._small))
+            except OSError:  # nothing there, or the end of the link, which the transport will meet
+                return
+            self._take(num_read)
+            num_left -= num_read
+            if num_read < len(rest):
+                return
+
+    def _take(self, num_read: int) -> None:
+        """So many bytes came: the rest of a large text first, then what follows it."""
+        self._num_received += num_read
+        if self._large is not None:
+            num_taken = min(num_read, len(self._large) - self._filled)
+            self._filled += num_taken
+            if self._filled < len(self._large):
+                return
+            self._close_large()
+            num_read -= num_taken
+        self._stop += num_read
+        self._parse()
 
     def _make_room(self) -> None:
         """Move what is unread to the front; a line longer than the buffer doubles it."""

@@ -38,7 +38,8 @@ def hashed(pins: Pins) -> str:
             --hash=sha256:4721f391ed90541fddacab5acf947aa0d3dc7d27b2e1e8eda2be8970586c3274
     """
     listed = "".join(f"{name}=={pins[name]}\n" for name in pins)
-    packages = _uv(listed, "pylock.toml", "--no-deps", "--universal", "--format=pylock.toml")
+    options = ("--no-deps", "--universal", f"--python-version={PYTHONS[0]}")
+    packages = _uv(listed, "pylock.toml", *options, "--format=pylock.toml")
     found = {package["name"]: hashes(package) for package in tomllib.loads(packages)["packages"]}
     missing = [name for name in pins if not found.get(name)]
     if missing:
@@ -50,10 +51,25 @@ def hashed(pins: Pins) -> str:
 
 def closure(roots: Iterable[str], preferred: Pins) -> dict[str, Version]:
     """`roots` and all that they require, on Linux with CUDA: at the preferred version where their
-    requirements allow it, else at the newest."""
+    requirements allow it, else at the newest. What any of PYTHONS requires is in it, at one version
+    for all of them."""
+    asked, kept, found = list(roots), dict(preferred), dict[str, Version]()
+    for python in PYTHONS:
+        found |= _closure(asked, kept, python)
+        kept |= found
+    wanted = {python: _closure(asked, found, python) for python in PYTHONS}
+    apart = {
+        name for pins in wanted.values() for name, version in pins.items() if version != found[name]
+    }
+    if apart:
+        sys.exit(f"no version of {', '.join(sorted(apart))} suits Python {' and '.join(PYTHONS)}")
+    return found
+
+
+def _closure(roots: Sequence[str], preferred: Pins, python: str) -> dict[str, Version]:
     wanted = "".join(f"{name}=={preferred[name]}\n" for name in preferred)
-    platform = "--python-platform=x86_64-manylinux_2_31"
-    lines = _uv("\n".join(roots), "out.txt", platform, kept=wanted).splitlines()
+    options = ("--python-platform=x86_64-manylinux_2_31", f"--python-version={python}")
+    lines = _uv("\n".join(roots), "out.txt", *options, kept=wanted).splitlines()
     pairs = [line.split("==") for line in lines if "==" in line and not line.startswith("#")]
     return {name.partition("[")[0]: Version(version.partition(" ")[0]) for name, version in pairs}
 
@@ -96,8 +112,7 @@ def _uv(requirements: str, file: str, *options: str, kept: str = "") -> str:
             written.write_text(kept, encoding="utf-8")
         command = [
             *(sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-header"),
-            *("--no-annotate", "--python-version", PYTHONS[0]),
-            *("--output-file", str(written), *options),
+            *("--no-annotate", "--output-file", str(written), *options),
         ]
         ended = subprocess.run(
             command, input=requirements, text=True, capture_output=True, timeout=UV_S

@@ -41,10 +41,18 @@ def secret_problems(config: RunConfig) -> Iterator[str]:
 
 def _secret_options(options: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _secret_options(value, f"{prefix}.{name}")
-        elif isinstance(value, str) and redacted_values({name: value}) != {name: value}:
-            yield f"{prefix}.{name}"
+        yield from _secret_option(name, value, f"{prefix}.{name}")
+
+
+def _secret_option(name: str, value: object, place: str) -> Iterator[str]:
+    """`name` is what the value goes by, also where it stands in a list."""
+    if isinstance(value, Mapping):
+        yield from _secret_options(value, place)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _secret_option(name, each, f"{place}[{number}]")
+    elif isinstance(value, str) and redacted_values({name: value}) != {name: value}:
+        yield place
 
 
 def _open_api(config: RunConfig) -> Iterator[str]:

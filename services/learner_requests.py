@@ -49,12 +49,16 @@ class Requests:
         """Whether the run is to end when nothing is left to train."""
         return self._drain is not None
 
-    async def forget(self) -> None:
-        """At the start: what an earlier process was asked for, or began, is not done any more."""
+    async def forget(self) -> bool:
+        """At the start: what an earlier process was asked for, or began, is not done any more.
+        Whether a drain was among it, which had closed admission."""
+        was_draining = False
         for request in (await self._board.requests()).values():
             if request.is_open:
+                was_draining |= (request.action, request.state) == ("drain", "working")
                 text = "the learner started anew before it was done; ask again"
                 await self._board.answer(request, "failed", text)
+        return was_draining
 
     async def answer(self) -> None:
         """Do what is waiting. What fails is answered so, and training goes on. While the run is
@@ -109,4 +113,4 @@ class Requests:
         await self._learning.publish()
         published = await self._learning.confirm()
         num_engines = published.num_engines if published else 0
-        return f"version {version} is in use by {num_engines} engines"
+        return f"version {version} is in use by {num_engines} engine{'s' * (num_engines != 1)}"

@@ -8,12 +8,10 @@ Every collective has a deadline.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 import torch
@@ -27,74 +25,39 @@ from leeway.learner.model import load_model
 from leeway.learner.trainer import Trainer
 from leeway.learner.weights.publisher import Published, Publisher
 from leeway.learner.world import World
-from leeway.replay import tracing
+from leeway.replay import free_pages, tracing
 from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.bounds import check_exact
 from leeway.replay.codec import decode, encode
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import StalenessViolation, WaitTimeout
+from leeway.replay.errors import LeewayError, StalenessViolation
 from leeway.replay.flat_weights import FlatWeights, pack
 from leeway.replay.schema import Group, PolicyVersion
 from leeway.replay.sharded_store import connect_replay
-from leeway.replay.store import Lease, Replay
+from leeway.replay.store import Lease
 from leeway.replay.traced_replay import traced
 from leeway.replay.vigil import Vigil
+from leeway.services.beginning import Beginning, until_training
 from leeway.services.config import RunConfig
 from leeway.services.config_machine import check_packages
 from leeway.services.ending import until_done, until_stopped
 from leeway.services.heartbeat import Heartbeat
 from leeway.services.layout import RunDirectory
+from leeway.services.learner_orders import Change, End, Gather, Idle, Order, Save, Train
 from leeway.services.learner_requests import Requests
 from leeway.services.live_settings import applied
 from leeway.services.metering import Metering
 from leeway.services.processes.joining import JOINED, begin
 from leeway.services.records import Records
 from leeway.services.results import write_results
-from leeway.services.resumption import cut_steps
-from leeway.services.snapshot import build_snapshot
+from leeway.services.step_records import StepRecords
 
 log = logging.getLogger(__name__)
 
-RECENT_STEPS = 10
-"""Steps over which the share of waiting is reported."""
-START_S = 3600.0
-"""How long engines may take to load, and the evaluation before training to be played. The parent
-ends the run sooner when the serve process fails."""
+ASK_S = 2.0
 EPOCH_S = 60.0
 """Added to the deadlines of a draw and of a publish, which may be tried twice: how long ranks wait
 for rank 0 between two orders."""
-
-
-class Train(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 to the others: one step."""
-
-    groups: list[bytes]
-    """Encoded."""
-
-
-class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 to the others: hand over the weights."""
-
-
-class Save(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 to the others: a checkpoint of the current version."""
-
-
-class Idle(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 to the others: it waits for engines or data, and lives."""
-
-
-class Change(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 to the others: settings from now on."""
-
-    values: dict[str, float]
-
-
-class End(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 to the others: that was all."""
-
-
-Order = Train | Gather | Save | Idle | Change | End
 
 
 class LearnerProcess:
@@ -118,12 +81,10 @@ class LearnerProcess:
         self._max_staleness_seen = 0
         self._revision = 0
         """Of the settings that are in force."""
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._checkpointed = -1
         self._wire: FlatWeights | None = None
         """What was published last; its buffer serves the next version."""
         self._publish_s = self._confirm_s = 0.0
-        self._rewards: list[float] = []
         self.num_steps = learner.num_steps
         self.draw_timeout_s = learner.draw_timeout_s
         between_orders_s = learner.draw_timeout_s + 8 * learner.publish_timeout_s + EPOCH_S
@@ -164,31 +125,16 @@ class LearnerProcess:
     # ---- rank 0
 
     async def _lead(self) -> None:
-        name = self._run.root.name
-        tracing.start(self._config.tracing, name, "learner")
-        self._board = RunBoard(self._redis_url, name)
-        self._metering = Metering(self._config, self._run, self._board, self.version)
-        policies = PolicyBoard(self._redis_url, name)
-        replay = traced(connect_replay(self._redis_url, name, self._config.replay))
-        self._policies = policies
-        self._replay = replay
-        timeout_s = self._config.learner.publish_timeout_s
-        self._publisher = Publisher(policies, self._world.device, timeout_s)
-        self._requests = Requests(self._board, self)
+        tracing.start(self._config.tracing, self._run.root.name, "learner")
+        self._connect()
         records = Records(self._run, self._board)
         vigil = Vigil(self._board, "learner")
         keeping = vigil.start(records.keep(), "copying events to the run directory")
         try:
-            await begin(self._board, self._config, name, self.version)
-            await self._requests.forget()
-            await self._apply_settings()
-            await self._metering.resume()
-            await self._publisher.resume()
-            await self._restore(replay)
-            await self._board.put(JOINED, {"version": self.version})
+            await self._join()
             if self.version < self.num_steps:
                 await until_training(self._board, self.stop_requested, self.catch_up)
-            await loop.run(self, replay)
+            await loop.run(self, self._replay)
             self._save_and_wait()
             await self._requests.ended()
             await until_done(self._board, self.stop_requested)
@@ -209,25 +155,38 @@ class LearnerProcess:
             await asyncio.gather(keeping, return_exceptions=True)
             await self._metering.finish()
             await vigil.end()
-            await replay.close()
-            await policies.close()
+            await self._replay.close()
+            await self._policies.close()
             await self._board.close()
             tracing.stop()
 
-    async def _restore(self, replay: Replay) -> None:
+    def _connect(self) -> None:
+        """Make what speaks to Redis; nothing is sent yet."""
+        url, name = self._redis_url, self._run.root.name
+        self._board = RunBoard(url, name)
+        self._metering = Metering(self._config, self._run, self._board, self.version)
+        self._policies = PolicyBoard(url, name)
+        self._replay = traced(connect_replay(url, name, self._config.replay))
+        timeout_s = self._config.learner.publish_timeout_s
+        self._publisher = Publisher(self._policies, self._world.device, timeout_s)
+        self._requests = Requests(self._board, self)
+        self._steps = StepRecords(
+            self._run, self._board, self._replay, self._metering, self._max_staleness_seen
+        )
+
+    async def _join(self) -> None:
         """Bring buffer and engines to this learner's version before anything is admitted."""
-        await replay.pause_admission(True)
-        dropped = await replay.restore_version(self.version)
-        lost = cut_steps(self._run.metrics, self.version)
-        if dropped or lost:
-            await self._board.append_event(
-                "learner",
-                f"resumed at version {self.version}; {lost} steps are trained again; {dropped} "
-                "groups of lost versions were dropped",
-            )
+        await begin(self._board, self._config, self._run.root.name, self.version)
+        was_draining = await self._requests.forget()
+        await self._apply_settings()
+        await self._metering.resume()
+        await self._publisher.resume()
+        beginning = Beginning(self._run, self._board, self._replay, self.version)
+        was_paused = await beginning.restore() and not was_draining
         await self.catch_up()
         if not await self.stop_requested():
-            await replay.pause_admission(False)
+            await beginning.open(is_paused=was_paused)
+        await self._board.put(JOINED, {"version": self.version})
 
     async def stop_requested(self) -> bool:
         """By signal or through the run board. Asked every few seconds of a wait, which is also how
@@ -333,54 +292,17 @@ class LearnerProcess:
     async def after_step(self, wait_s: float, published: Published | None) -> None:
         """Metrics to disk and board; a checkpoint when it is due."""
         assert self._metrics is not None
-        metrics = self._metrics.as_dict()
-        self._rewards.append(metrics["reward_mean"])
-        self._recent.append((wait_s, metrics["seconds"]))
-        self._max_staleness_seen = max(self._max_staleness_seen, int(metrics["staleness_max"]))
-        line = {"step": self.version, "time": time.time(), "wait_s": wait_s, **metrics}
-        line |= {"publish_s": self._publish_s, "confirm_s": self._confirm_s}
-        if published is not None:
-            line["pause_ms"] = [pause * 1e3 for pause in published.pause_s]
-            line["transfer_ms"] = published.transfer_s * 1e3
-            line["num_engines"] = published.num_engines
-        line |= await self._surroundings()
-        with self._run.metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        await self._board.put("learner", self._section(metrics, wait_s))
-        await self._board.append_step(line)
-        await self._metering.step(line)
+        await self._steps.write(
+            self.version,
+            self._metrics,
+            published,
+            wait_s=wait_s,
+            publish_s=self._publish_s,
+            confirm_s=self._confirm_s,
+            settings_revision=self._revision,
+        )
         if self.version % self._config.learner.checkpoint_every == 0:
             self.save()
-
-    async def _surroundings(self) -> dict[str, float]:
-        """The buffer and the other side at this step, for the report."""
-        stats = await self._replay.stats()
-        sections = await self._board.get_all()
-        snapshot = build_snapshot(sections, stats)
-        engines = [s for name, s in sections.items() if name.startswith("policy:")]
-        numbers = {
-            "engine_busy_s": sum(engine.get("busy_s", 0.0) for engine in engines),
-            "engine_up_s": sum(engine.get("up_s", 0.0) for engine in engines),
-            "num_ready": stats.num_ready,
-            "num_slots": stats.num_slots,
-            "num_leased": stats.num_leased,
-            "generated_tokens_per_s": snapshot.generated_tokens_per_s,
-            "rollout_wait_share": snapshot.waits.rollouts_for_room,
-        }
-        drops = {f"dropped/{reason}": float(n) for reason, n in stats.dropped.items()}
-        return drops | {name: value for name, value in numbers.items() if value is not None}
-
-    def _section(self, metrics: Mapping[str, float], wait_s: float) -> dict[str, Any]:
-        seconds = metrics["seconds"] + wait_s
-        return {
-            "step": self.version,
-            "version": self.version,
-            "metrics": dict(metrics),
-            "idle_share": sum(w for w, _ in self._recent) / sum(w + s for w, s in self._recent),
-            "tokens_per_s": metrics["num_tokens_trained"] / seconds,
-            "max_staleness_seen": self._max_staleness_seen,
-            "settings_revision": self._revision,
-        }
 
     def save(self) -> None:
         """Begin a checkpoint of the current version, once; it is written while training goes on.
@@ -391,13 +313,12 @@ class LearnerProcess:
             return
         # What failed of the one before is raised here, before others begin the next.
         self._checkpoints.wait()
+        free_pages.give_back()
         self._order(Save())
-        score = sum(self._rewards) / len(self._rewards) if self._rewards else None
-        self._save(score)
-        self._rewards.clear()
+        self._save(self._steps.take_score(), self._steps.max_staleness_seen)
 
-    def _save(self, score: float | None = None) -> None:
-        extra = {"max_staleness_seen": self._max_staleness_seen}
+    def _save(self, score: float | None = None, max_staleness_seen: int = 0) -> None:
+        extra = {"max_staleness_seen": max_staleness_seen}
         self._checkpoints.save(self._trainer, self.version, extra, score)
         self._checkpointed = self.version
 
@@ -422,11 +343,12 @@ class LearnerProcess:
         A rank that is told to stop, as when its pod alone is deleted, asks rank 0 to: by itself it
         can write no checkpoint, since each holds a part of one.
         """
+        has_asked = False
         while True:
             order = msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Order)
             self._heartbeat.beat()
-            if self._stop:
-                await self._ask_to_stop()
+            if self._stop and not has_asked:
+                has_asked = await self._ask_to_stop()
             match order:
                 case Train(groups):
                     self._step(tuple(decode(group) for group in groups))
@@ -442,43 +364,17 @@ class LearnerProcess:
                     self._checkpoints.close()
                     return
 
-    async def _ask_to_stop(self) -> None:
-        board = RunBoard(self._redis_url, self._run.root.name)
+    async def _ask_to_stop(self) -> bool:
+        """Whether it could be asked; else it is, behind the next order."""
+        board = RunBoard(self._redis_url, self._run.root.name, retry_s=ASK_S)
         try:
             await board.request_stop(f"rank {self._world.rank} of the learner was told to stop")
+        except LeewayError as error:
+            log.warning("rank 0 could not be asked to stop: %s", error)
+            return False
         finally:
             await board.close()
-
-
-async def until_training(
-    board: RunBoard,
-    stop_requested: Callable[[], Awaitable[bool]],
-    catch_up: Callable[[], Awaitable[None]],
-    timeout_s: float = START_S,
-) -> None:
-    """Wait until the engines are up and the phase is `training`.
-
-    A resumed buffer may hold all the groups that are left to train: a learner that began at once
-    would be through, its weights published to nobody, before the first engine has loaded. Engines
-    that started elsewhere than from this learner's checkpoint are not up before they have its
-    version: `catch_up` sends it. Raises LearnerStopped when asked to stop, WaitTimeout after
-    `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if await stop_requested():
-            raise LearnerStopped("stopped before training began")
-        left_s = deadline - time.monotonic()
-        try:
-            await board.wait_phase("training", min(loop.DRAW_SLICE_S, max(0.0, left_s)))
-            return
-        except WaitTimeout as error:
-            if left_s <= loop.DRAW_SLICE_S:
-                raise WaitTimeout(
-                    f"the learner waited {timeout_s:g} s for the serve process to load engines and "
-                    f"to evaluate ({error})"
-                ) from None
-        await catch_up()
+        return True
 
 
 def check_staleness(lease: Lease, replay: ReplayConfig) -> None:

@@ -18,13 +18,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from leeway.services.api.models import Engine, Run, Status
+from leeway.services.api.models import Engine, EventLoop, Run, Stage, Status
 from leeway.services.snapshot import build_snapshot
 
 __all__ = ["Display", "build_snapshot", "progress_line", "render"]
 
 QUIET_LINE_S: Final = 10.0
 """Seconds between plain lines while no step ends."""
+OVERDUE_SHARE: Final = 0.25
+"""A stage that has used up so much of its deadline is shown."""
+COMPUTES: Final = "learner"
+"""Its event loop computes its steps, so it is late by one."""
+LATE_S: Final = 0.25
+"""An event loop that woke so late is shown: timers, heartbeats and answers waited for it."""
 
 
 def render(snapshot: Status) -> RenderableType:
@@ -69,21 +75,47 @@ def _columns(snapshot: Status) -> RenderableType:
         _facts("off-policy", _off_policy_facts(snapshot)),
         _facts("flow", _flow_facts(snapshot)),
     )
-    if not snapshot.waits.sentence:
-        return columns
-    return Group(columns, Text(), _waiting(snapshot))
+    waiting = _waiting(snapshot)
+    return Group(columns, Text(), waiting) if waiting.row_count else columns
 
 
-def _waiting(snapshot: Status) -> RenderableType:
-    """Who waits; below it, on one line, what the buffer last refused and why."""
+def _waiting(snapshot: Status) -> Table:
+    """Who waited of late; on a line each what the buffer last refused and why, who waits for whom
+    now as the watchdog sees it, and which event loops are held up."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="cyan")
     table.add_column()
-    table.add_row("waits", Text(snapshot.waits.sentence))
+    if snapshot.waits.sentence:
+        table.add_row("waits", Text(snapshot.waits.sentence))
     if snapshot.waits.refusal:
         refusal = Text(snapshot.waits.refusal, style="dim", overflow="ellipsis", no_wrap=True)
         table.add_row("", refusal)
+    if snapshot.watchdog is not None:
+        table.add_row("now", Text(snapshot.watchdog.waits))
+        for stage in snapshot.watchdog.stages:
+            if stage.idle_s > OVERDUE_SHARE * stage.deadline_s:
+                table.add_row("", Text(_idle_words(stage), style="yellow"))
+        if snapshot.watchdog.verdict is not None:
+            table.add_row("ended", Text(snapshot.watchdog.verdict, style="bold red"))
+    late = [one for one in snapshot.loops if one.lag_s >= LATE_S and one.process != COMPUTES]
+    if late:
+        table.add_row("late", Text(_late_words(late), style="yellow"))
     return table
+
+
+def _idle_words(stage: Stage) -> str:
+    """learner: no progress for 1,900 s; the run ends at 3,600 s"""
+    return (
+        f"{stage.name}: no progress for {stage.idle_s:,.0f} s; "
+        f"the run ends at {stage.deadline_s:,.0f} s"
+    )
+
+
+def _late_words(loops: Iterable[EventLoop]) -> str:
+    """event loops woke late in the last minute: serve 1.20 s, learner 0.31 s"""
+    latest_first = sorted(loops, key=lambda loop: -loop.lag_s)
+    each = ", ".join(f"{loop.process} {loop.lag_s:.2f} s" for loop in latest_first)
+    return f"event loops woke late in the last minute: {each}"
 
 
 def _facts(title: str, facts: Iterable[tuple[str, str]]) -> RenderableType:
@@ -176,6 +208,8 @@ def progress_line(snapshot: Status) -> str:
     words = [f"{name} {value:{form}}" for name, value, form in facts if value is not None]
     if snapshot.waits.sentence:
         words.append(f"({snapshot.waits.sentence})")
+    if snapshot.watchdog is not None and snapshot.watchdog.verdict is not None:
+        words.append(f"ended by the watchdog: {snapshot.watchdog.verdict}")
     head = f"{_clock(run.elapsed_s)} {run.phase} step {run.step}/{run.num_steps or '-'}"
     return " ".join([head, *words])
 

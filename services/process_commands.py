@@ -6,6 +6,7 @@ share; the rest when one runs.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,8 +70,13 @@ def learn(
     if archive is not None:
         return _learn_from(file, archive, run_dir, stay=stay, dry_run=dry_run, as_json=as_json)
     if dry_run:
-        return _show_plan(file, as_json)
+        return _show_plan(file, run_dir, as_json)
     config, run = _joined(file, run_dir)
+    from leeway.services.processes.foster import fork_below
+    from leeway.services.processes.learn import grace_s
+
+    if "RANK" not in os.environ:  # torchrun is the parent of its ranks
+        fork_below(grace_s() + 5)  # torchrun ends after its ranks
     from leeway.services.processes.learn import learn as run_learner
 
     raise typer.Exit(run_learner(config, run, file.resolve(), stays=stay))
@@ -117,7 +123,7 @@ def serve(
 ) -> None:
     """Run Ray with engines, retriever and rollout workers, and move the run through its phases."""
     if dry_run:
-        return _show_plan(file, as_json)
+        return _show_plan(file, run_dir, as_json)
     config, run = _joined(file, run_dir)
     from leeway.services.processes.foster import fork_below
 
@@ -140,14 +146,14 @@ def api(
     as_json: PlanAsJson = False,
 ) -> None:
     """Run the REST API and the dashboard of a run."""
+    chosen = {"api.host": host, "api.port": port}
+    given = {key: value for key, value in chosen.items() if value is not None}
     if dry_run:
-        return _show_plan(file, as_json)
+        return _show_plan(file, run_dir, as_json, has_files=False, given=given)
     config, run = _joined(file, run_dir, has_files=False)
     from leeway.services.api.process import serve_api
     from leeway.services.config import with_values
 
-    chosen = {"api.host": host, "api.port": port}
-    given = {key: value for key, value in chosen.items() if value is not None}
     raise typer.Exit(serve_api(with_values(config, given), run))
 
 
@@ -224,18 +230,32 @@ def _tell_rollout(config: RunConfig, num_groups: int, out: Path, as_json: bool) 
     )
 
 
-def _show_plan(file: Path, as_json: bool) -> None:
-    """Check what the process needs of the configuration, its files and Redis; start nothing."""
-    from leeway.services.config import check_files, load
+def _show_plan(
+    file: Path,
+    run_dir: Path,
+    as_json: bool,
+    *,
+    has_files: bool = True,
+    given: dict[str, str | int] | None = None,
+) -> None:
+    """Check what the process needs: configuration, with the values `given` in place of its own, run
+    directory, Redis, and the files unless it `has_files` False. Start nothing."""
+    from leeway.services.config import check_files, load, with_values
     from leeway.services.config_commands import print_configuration, print_remarks
+    from leeway.services.dry_run import check_writable
     from leeway.services.processes.joining import redis_url_of
 
-    config = load(file)
+    config = with_values(load(file, has_files=has_files), given or {})
     url = redis_url_of(config)
+    from leeway.replay.keys import replay_prefix
     from leeway.replay.server import check_url
 
+    run = run_dir.expanduser().resolve()
+    replay_prefix(run.name)  # it is part of every Redis key
+    check_writable(run / "config.toml", "--run-dir")
     check_url(url)
-    check_files(config)
+    if has_files:
+        check_files(config)
     print_remarks(config)
     print_configuration(config, as_json)
 

@@ -7,13 +7,17 @@ behind the last line, so that no event is written twice.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
 from pathlib import Path
 from typing import Any, Final
 
 from leeway.replay.board import RunBoard
 from leeway.replay.run_board import Event
 from leeway.services.layout import RunDirectory
+
+log = logging.getLogger(__name__)
 
 EVERY_S: Final = 1.0
 _AT_ONCE: Final = 100
@@ -31,7 +35,10 @@ class Records:
     async def keep(self) -> None:
         """Copy every second, until cancelled."""
         while True:
-            await self.copy()
+            try:
+                await self.copy()
+            except OSError as error:  # a full disk; the board keeps them until there is room
+                log.warning("events could not be copied to the run directory: %s", error)
             await asyncio.sleep(EVERY_S)
 
     async def copy(self) -> None:
@@ -44,10 +51,12 @@ class Records:
             _write(self._run.eval, evaluations)
 
     def _append(self, events: list[Event]) -> None:
-        with self._run.events.open("a", encoding="utf-8") as file:
-            for event in events:
-                line = {"time": event.time_s, "kind": event.kind, "text": event.text}
-                file.write(json.dumps({"id": event.event_id, **line}) + "\n")
+        lines = [
+            {"id": event.event_id, "time": event.time_s, "kind": event.kind, "text": event.text}
+            for event in events
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        append_whole(self._run.events, text.encode())
         self._seen = events[-1].event_id
 
 
@@ -70,3 +79,16 @@ def _write(file: Path, content: dict[str, Any]) -> None:
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
     partial.replace(file)
+
+
+def append_whole(file: Path, data: bytes) -> None:
+    """Append all of it or nothing: half a line would stay for ever. Raises OSError."""
+    with file.open("ab", buffering=0) as lines:
+        size = lines.seek(0, 2)
+        try:
+            written = lines.write(data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        except OSError:
+            lines.truncate(size)
+            raise

@@ -25,10 +25,20 @@ PRIVATE_FILES: Final = ("redis_url", "api-tokens.json", "redis/redis.conf")
 """Files of a run directory, mode 0600, that hold secrets of the run. Nothing else there does."""
 
 _SECRET_NAME: Final = re.compile(
-    r"(?:.*[_.-])?(?:token|(?:api|auth|bearer|refresh)token|pass(?:word|wd|phrase)?|pwd|secrets?"
-    r"|credentials?|authorization|cookie|(?:api|access|private|secret|signing)[_-]?keys?)",
+    r"(?:.*[_.-])?(?:token|(?:api|auth|bearer|refresh)token|(?:ssh)?pass|pwd|secrets?"
+    r"|credentials?|authorization|cookie|auth|auth[_-]config|webhook(?:[_-]url)?"
+    r"|(?:api|access|private|secret|signing)keys?)"
+    # PGPASSWORD; and what stands in front of these is a name: OPENAI_KEY, GITHUB_PAT.
+    r"|.*pass(?:word|wd|phrase)|.+[_.-](?:keys?|pat)",
     re.IGNORECASE,
 )
+_OPEN_KEY: Final = re.compile(
+    r"(?:.*[_.-])?(?:cache|foreign|group|hash|partition|primary|public|sort)[_-]keys?",
+    re.IGNORECASE,
+)
+"""A key of data, or the half of a pair that everybody may see."""
+_HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Within a name such as accessToken."""
 _HEADERS_NAME: Final = re.compile(r".*_HEADERS", re.IGNORECASE)
 """As OTEL_EXPORTER_OTLP_HEADERS, whose value is Authorization=Bearer..."""
 _OF_A_MODEL: Final = re.compile(
@@ -45,13 +55,34 @@ _BEARER: Final = re.compile(r"\b(bearer|basic)(\s{1,4}|%20)[A-Za-z0-9._~+/=-]{6,
 _ASSIGNMENT: Final = re.compile(
     r"""(?<![A-Za-z0-9_.-])([A-Za-z0-9_.-]++)\\?["']?\s{0,4}[=:]\s{0,4}"""
 )
-_ASSIGNED: Final = re.compile(r"""(\\?["'])[^"'\n]*\1|[^\s"',;&})\]]+""")
+_ASSIGNED: Final = re.compile(
+    r"""(\\["'])(?:(?!\1)[^\n]){0,4000}\1"""  # within a quoted text
+    r"""|(")(?:\\.|[^"\\\n])*+"|(')(?:\\.|[^'\\\n])*+'"""
+    r"""|["'][^\n]*+"""  # cut off before its end
+    r"""|[^\s"',;&})\]]+"""
+)
+_NO_SECRET: Final = frozenset({"true", "false", "none", "null", "on", "off"})
+"""A switch, as in api.auth = false."""
+_OPTION: Final = re.compile(r"(?<![\w-])--([A-Za-z][A-Za-z0-9-]{1,60})(\s{1,4})(?!-)\S+")
+_KNOWN_FORM: Final = re.compile(
+    r"(?<![A-Za-z0-9_-])(?:sk-[\w-]{16,}|hf_\w{16,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}"
+    r"|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,})"
+)
+"""Keys and tokens that say by their beginning whose they are."""
 _REDIS_PASSWORD: Final = re.compile(r"\b(requirepass|masterauth)(\s{1,4})\S+")
 _REDIS_USER: Final = re.compile(r"(?m)(^[ \t]*user[ \t]+\S+.*?\s[>#])\S+")
 _PEM: Final = re.compile(
     r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----).*?(-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
+NOT_SHOWN: Final = "(set, not shown)"
+_SHOWN: Final = re.compile(
+    r"(?:CONDA|CUDA|GLOO|KMP|LC|LD|LEEWAY|MALLOC|MKL|NCCL|NVIDIA|OMP|PET|PYTHON|PYTORCH|RAY|SLURM"
+    r"|TORCH|TRITON|VLLM)(?:_\w*)?|PYTHON\w+|HF_HOME|HF_HUB_\w+|TRANSFORMERS_\w+|HOME|HOSTNAME"
+    r"|LANG|PATH|PWD|SHELL|TERM|TMPDIR|TZ|USER|VIRTUAL_ENV|\w*RANK|\w*WORLD_SIZE|MASTER_\w+"
+    r"|\w*NUM_THREADS|TOKENIZERS_PARALLELISM"
+)
+"""Variables whose values explain how a run behaves."""
 _LONGEST_NAME: Final = 100
 """Characters of a name that are looked at, from its end."""
 
@@ -61,8 +92,8 @@ def is_secret_name(name: str) -> bool:
 
     WANDB_API_KEY, redis.password, LEEWAY_API_READ_TOKEN -> True; stop_token, num_tokens -> False
     """
-    name = name[-_LONGEST_NAME:]
-    if _OF_A_MODEL.fullmatch(name):
+    name = _HUMP.sub("_", name[-_LONGEST_NAME:])
+    if _OF_A_MODEL.fullmatch(name) or _OPEN_KEY.fullmatch(name):
         return False
     return bool(_SECRET_NAME.fullmatch(name) or _HEADERS_NAME.fullmatch(name))
 
@@ -72,6 +103,7 @@ def redacted(text: str, secrets: Collection[str] = ()) -> str:
 
     redis://user:pw@host:6379/0 -> redis://user:***@host:6379/0, also inside a sentence
     Authorization: Bearer abcdefgh -> Authorization: *** ***;  api_key = "x" -> api_key = "***"
+    --password abc -> --password ***
     """
     for secret in _forms(secrets):
         text = text.replace(secret, MASK)
@@ -81,7 +113,13 @@ def redacted(text: str, secrets: Collection[str] = ()) -> str:
     text = _REDIS_PASSWORD.sub(rf"\1\2{MASK}", text)
     text = _REDIS_USER.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1\2{MASK}", text)
+    text = _KNOWN_FORM.sub(MASK, text)
+    text = _OPTION.sub(_without_option, text)
     return _without_assigned(text)
+
+
+def _without_option(found: re.Match[str]) -> str:
+    return f"--{found[1]}{found[2]}{MASK}" if is_secret_name(found[1]) else found[0]
 
 
 def _without_assigned(text: str) -> str:
@@ -92,8 +130,8 @@ def _without_assigned(text: str) -> str:
         if name.start() < done or not is_secret_name(name[1]):
             continue
         value = _ASSIGNED.match(text, name.end())
-        if value is not None:
-            quotes = value[1] or ""
+        if value is not None and value[0].lower() not in _NO_SECRET:
+            quotes = value[1] or value[2] or value[3] or ""
             kept += [text[done : name.end()], quotes, MASK, quotes]
             done = value.end()
     return "".join(kept) + text[done:]
@@ -116,8 +154,13 @@ def redacted_values(value: Any, secrets: Collection[str] = ()) -> Any:
 
 
 def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for showing: PATH as it is, WANDB_API_KEY as ***."""
-    return redacted_values(environment, known_secrets(None, environment))
+    """Environment variables for showing: NCCL_DEBUG as it is, WANDB_API_KEY as ***, and of what has
+    nothing to do with a run the name alone, since a secret may have any name."""
+    values = redacted_values(environment, known_secrets(None, environment))
+    return {
+        name: value if value in ("", MASK) or _SHOWN.fullmatch(name) else NOT_SHOWN
+        for name, value in values.items()
+    }
 
 
 def known_secrets(run: Path | None, environment: Mapping[str, str] = os.environ) -> frozenset[str]:

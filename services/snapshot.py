@@ -15,6 +15,7 @@ from leeway.replay.store import ReplayStats
 from leeway.services.api.models import (
     Engine,
     Eval,
+    EventLoop,
     Learning,
     Replay,
     Run,
@@ -23,12 +24,16 @@ from leeway.services.api.models import (
     Status,
     WaitLink,
     Waits,
+    Watchdog,
 )
 
 Section = Mapping[str, Any]
 
 SILENT_S: Final = 15.0
-"""Engines and workers write every second; one that is silent for longer is gone."""
+"""Engines and workers write every second, the watchdog and event loops every five; one that is
+silent for longer is gone."""
+WATCHDOG: Final = "watchdog"
+"""Section of the run board; services/watch.py writes it."""
 
 
 def build_snapshot(
@@ -44,6 +49,8 @@ def build_snapshot(
     learner  {step, version, metrics, idle_share, tokens_per_s, max_staleness_seen}
     rollout:WORKER_ID  {...}
     policy:ENGINE_ID   {version, pause_ms, transfer_ms, tokens_per_s}
+    watchdog {waits, verdict, stages: [{name, idle_s, deadline_s}]}
+    loop:PROCESS       {lag_s, pid}
     eval     {before, after, history: [...]}, each {step, scores: {exact_match, ...}, ...}
     """
     now = now or time.time()
@@ -75,6 +82,8 @@ def build_snapshot(
         ),
         replay=_replay(stats) if stats else None,
         waits=_waits(sections),
+        watchdog=_watchdog(sections.get(WATCHDOG, {})),
+        loops=_loops(sections.get("loop", {})),
         eval=_eval(sections.get("eval", {})),
     )
 
@@ -83,12 +92,20 @@ def gathered(sections: Mapping[str, Section], now: float) -> dict[str, Section]:
     """Members that write a section of their own, brought together under one name.
 
     {"policy:engine-1": {...}, "policy:engine-2": {...}} -> {"policy": {"engine-1": {...}, ...}}
-    A member that has not written for SILENT_S is gone and left out.
+    A member that has not written for SILENT_S is gone and left out, and so is the watchdog: unless
+    it has ended this start of the run, and itself with it, by its verdict.
     """
     together: dict[str, dict[str, Any]] = {}
+    started_at = sections.get("run", {}).get("started_at") or 0.0
     for name, section in sections.items():
         part, colon, member = name.partition(":")
-        if colon and now - section.get("updated_at", now) > SILENT_S:
+        written_at = section.get("updated_at", now)
+        if name == WATCHDOG:
+            is_over = bool(section.get("verdict")) and written_at >= started_at
+            is_gone = now - written_at > SILENT_S and not is_over
+        else:
+            is_gone = bool(colon) and now - written_at > SILENT_S
+        if is_gone:
             continue
         if colon:
             together.setdefault(part, {})[member] = section
@@ -189,6 +206,18 @@ def _waits_sentence(learner: float | None, rollouts: float | None) -> str:
     return ", ".join(f"{words} {share:.0%}".replace("%", " %") for share, words in waiting) or (
         "nobody waits"
     )
+
+
+def _watchdog(section: Section) -> Watchdog | None:
+    return Watchdog.model_validate(section) if "waits" in section else None
+
+
+def _loops(section: Section) -> list[EventLoop]:
+    return [
+        EventLoop(process=name, lag_s=loop["lag_s"], pid=loop.get("pid"))
+        for name, loop in _members(section)
+        if "lag_s" in loop
+    ]
 
 
 def _eval(section: Section) -> Eval:

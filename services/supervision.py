@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,17 +32,25 @@ __all__ = [
     "children",
     "descendants",
     "end_all",
+    "end_family",
     "end_found",
     "end_with_parent",
     "family_of",
+    "how_it_ended",
+    "is_spared",
     "last_error",
+    "run_spared",
     "start",
 ]
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 MAX_ROUNDS = 5
+_spared: set[int] = set()
+_LIBC = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
 
 _CAUSE = re.compile(
     r"leeway: (?P<sentence>.+)"  # how the command line ends
@@ -78,14 +88,23 @@ class Child:
     async def ended(self) -> ChildDied:
         """Returns when the process is over, as an error that says how."""
         code = await self.process.wait()
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         cause = last_error(self.log, self.log_start) if code > 0 else None
         why = f" ({cause})" if cause else ""
+        how = how_it_ended(code)
         sentence = f"the {self.name} process ended with {how}{why}; its log is {self.log}"
         return ChildDied(sentence, code)
 
-    async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then after `grace_s` SIGKILL; what it started ends with it."""
+    async def kill(self) -> None:
+        """SIGKILL, for one that hangs; what it started ends with it."""
+        family = descendants(self.process.pid)
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+        await asyncio.to_thread(end_all, family, 0.0)
+
+    async def stop(self, grace_s: float) -> int:
+        """SIGTERM, then after `grace_s` SIGKILL; what it started ends with it. Returns its exit
+        code, negative for a signal."""
         family = descendants(self.process.pid)
         if self.process.returncode is None:
             self.process.terminate()
@@ -96,6 +115,14 @@ class Child:
                 self.process.kill()
                 await self.process.wait()
         await asyncio.to_thread(end_all, family)
+        code = self.process.returncode
+        assert code is not None
+        return code
+
+
+def how_it_ended(code: int) -> str:
+    """`exit code 3` or `signal SIGKILL`."""
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 async def start(
@@ -103,6 +130,13 @@ async def start(
 ) -> Child:
     """Run `python -m arguments...` with its output in `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    here = os.getpid()
+
+    def end_with_us() -> None:
+        end_with_parent()
+        if os.getppid() != here:  # it died before the line above
+            os._exit(1)
+
     with log.open("ab") as sink:
         log_start = sink.tell()
         process = await asyncio.create_subprocess_exec(
@@ -114,19 +148,19 @@ async def start(
             stderr=sink,
             env={**os.environ, **environment},
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=end_with_us,
         )
     return Child(name, process, log, log_start)
 
 
 def end_with_parent() -> None:
     """The kernel sends this process SIGTERM when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent dies."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def last_error(log: Path, start: int = 0) -> str | None:
@@ -149,6 +183,28 @@ def children(pid: int) -> list[psutil.Process]:
         return []
 
 
+def run_spared(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command of this process's own, which is no orphan of a dead child (see is_spared).
+    Raises subprocess.TimeoutExpired, the command having been killed."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        _spared.add(process.pid)
+        try:
+            out, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            _spared.discard(process.pid)
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def is_spared(process: psutil.Process) -> bool:
+    """Whether it is a command that `run_spared` has started."""
+    return process.pid in _spared
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """Every living process below `pid`."""
     try:
@@ -158,7 +214,8 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def family_of(pid: int) -> list[tuple[int, list[str]]]:
-    """Process id and command line of `pid` and all below it; empty where it is over."""
+    """Process id and command line of `pid` and all below it that still live; empty where none
+    does."""
     found: list[tuple[int, list[str]]] = []
     for process in _itself(pid) + descendants(pid):
         try:
@@ -186,6 +243,11 @@ def end_all(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> None:
     psutil.wait_procs(alive, timeout=grace_s)
 
 
+def end_family(pid: int, grace_s: float) -> None:
+    """End the process and all below it, gently first."""
+    end_all(_itself(pid) + descendants(pid), grace_s)
+
+
 def end_found(find: Callable[[], Sequence[psutil.Process]]) -> None:
     """End what `find` finds until it finds nothing: one that ends may have started another."""
     for _ in range(MAX_ROUNDS):
@@ -193,6 +255,8 @@ def end_found(find: Callable[[], Sequence[psutil.Process]]) -> None:
         if not found:
             return
         end_all(found)
+    if left := find():
+        log.error("still there after %d rounds of SIGKILL: %s", MAX_ROUNDS, left)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -24,3 +24,7 @@ class SupervisionConfig(FrozenModel):
     """How long no group may come while training goes on and the buffer has room, in seconds."""
     step_deadline_s: float = Field(default=3600.0, gt=0)
     """How long no optimizer step may end while training goes on, in seconds."""
+    silence_deadline_s: float = Field(default=600.0, gt=0)
+    """How long the learner of `leeway train` may give no sign of life, in seconds; then it is
+    killed and started again. It gives one between two steps and every few seconds of a wait. Where
+    its steps take long, four times the longest silence so far."""

@@ -215,11 +215,12 @@ def _report(folder: SweepFolder, retention: float | None) -> tuple[Findings, Pat
 
 
 def _show(found: Findings, page: Path, as_json: bool) -> None:
-    import msgspec
+    import json
 
     if as_json:
-        body = {"name": found.name, "report": str(page), "verdicts": list(found.verdicts)}
-        return typer.echo(msgspec.json.encode(body).decode())
+        verdicts = [verdict.model_dump() for verdict in found.verdicts]
+        body = {"name": found.name, "report": str(page), "verdicts": verdicts}
+        return typer.echo(json.dumps(body, ensure_ascii=False))
     for verdict in found.verdicts:
         typer.echo(verdict.sentence)
     typer.echo(f"report  {page}   (open it in a browser)")

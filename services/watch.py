@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -49,6 +49,27 @@ async def until_one_fails(*works: Coroutine[Any, Any, None]) -> None:
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_one_ends(
+    ends: Sequence[asyncio.Task[Any]], watches: Sequence[asyncio.Task[Any]]
+) -> None:
+    """Return when one of `ends` is done; whatever fails before, of both, is raised. All are
+    cancelled then."""
+    tasks = [*ends, *watches]
+    try:
+        while True:
+            waiting = [task for task in tasks if not task.done()]
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if any(task.done() for task in ends):
+                return
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
@@ -107,5 +128,5 @@ class Watchdog:
             place = await asyncio.wait_for(self._bundle(found), BUNDLE_S)
         except Exception as error:  # the run ends all the same, with its sentence
             log.exception("no evidence could be collected")
-            place = f"no evidence could be collected ({error})"
+            place = f"no evidence could be collected ({error!r})"
         raise Standstill(f"{found}; {place}")

@@ -182,12 +182,14 @@ def _expired(stats: ReplayStats) -> dict[str, int]:
 def _silent(look: Look) -> Iterator[str]:
     """Workers that have not written for long, no engine at all, and loops that wake late."""
     ages = {name: look.unix - s.get("updated_at", look.unix) for name, s in look.sections.items()}
+    # The learner computes its steps in its loop: that it is late by one is no news.
+    loops = {name for name in ages if name.startswith("loop:")} - {"loop:learner"}
     for name, age_s in sorted(ages.items()):
         member = name.partition(":")[2]
         lag_s = look.sections[name].get("lag_s", 0.0)
         if name.startswith("rollout:") and age_s > SILENT_S:
             yield f"{member} has been silent for {age_s:,.0f} s"
-        elif name.startswith("loop:") and age_s <= SILENT_S and lag_s > BLOCKED_S:
+        elif name in loops and age_s <= SILENT_S and lag_s > BLOCKED_S:
             yield f"the event loop of {member} was held up for {lag_s:.1f} s"
     if not any(name.startswith("policy:") and age_s <= SILENT_S for name, age_s in ages.items()):
         yield "no engine lives"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +32,8 @@ class Ended:
     out: str
     err: str
     left: list[str]
-    """What it started that still runs, ports that are still open, folders it did not remove."""
+    """What it started that still runs (Ray's actors are processes), ports that are still open,
+    folders and shared memory that it did not remove."""
 
 
 class Command:
@@ -48,6 +50,7 @@ class Command:
         self._output = [folder / f"stdout-{time.time_ns()}", folder / f"stderr-{time.time_ns()}"]
         self._runs_before = set(self._runs())
         self._scratch: set[str] = set()
+        self._shared: set[str] = set()
         with self._output[0].open("wb") as out, self._output[1].open("wb") as err:
             self.process = subprocess.Popen(
                 [Path(sys.executable).with_name("leeway"), *arguments],
@@ -96,6 +99,7 @@ class Command:
         while True:
             found = look()
             if found:
+                self._note_shared()
                 return found
             ended = self.process.poll() is not None
             if ended or time.monotonic() > deadline:
@@ -105,6 +109,7 @@ class Command:
 
     def signal(self, number: signal.Signals) -> None:
         """To its whole process group, as the terminal does on Ctrl-C."""
+        self._note_shared()
         os.killpg(self.process.pid, number)
 
     def end(self, timeout_s: float, run: RunDirectory | None = None) -> Ended:
@@ -120,8 +125,19 @@ class Command:
             left.append(state.api_address)
         if run is not None and run.redis_url.is_file() and _is_open(run.read_redis_url()):
             left.append("redis")
-        left += [folder for folder in self._scratch if os.path.exists(folder)]
+        left += [path for path in self._scratch | self._shared if os.path.exists(path)]
         return Ended(code, out, err, left)
+
+    def _note_shared(self) -> None:
+        """Named shared memory that its processes hold now; that of others is not looked at."""
+        for process in set(psutil.Process().children(recursive=True)) - self._others:
+            with suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                words = (line.split(maxsplit=5) for line in maps)
+                paths = {found[5] for found in words if len(found) > 5}
+                self._shared |= {
+                    p for p in paths if p.startswith("/dev/shm/") and os.path.exists(p)
+                }
 
     def _left(self) -> list[psutil.Process]:
         """Living processes that were not there before; the dead among them are reaped."""

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the images for CPUs and runs them as Kubernetes would: no root, root file system read-only,
-# no capability. The API must live; where all three are named, a Redis, `leeway serve`, the learner
-# and the API must train two steps together. Each must end with 0 after SIGTERM. Needs buildah,
-# podman and runc and, without BASE, mmdebstrap; 12 GB of disk and ten minutes.
+# no capability. With actor and learner a Redis, `leeway serve` and the learner must train two steps
+# together, with api beside them ready; api by itself must live. Each must end with 0 after SIGTERM.
+# Needs buildah, podman and runc and, without BASE, mmdebstrap; 12 GB of disk and ten minutes.
 #
 #     deploy/docker/check.sh [api] [learner] [actor]
 #
@@ -24,6 +24,7 @@ files=$(ulimit -Hn)
 [[ $files =~ ^[0-9]+$ ]] || files=65536
 
 engine() { podman "${storage[@]}" --runtime runc --cgroup-manager cgroupfs "$@"; }
+has() { [[ " ${names[*]} " == *" $1 "* ]]; }
 image() { echo "localhost/leeway-$1:${TAG:-check}"; }
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
@@ -110,12 +111,13 @@ check_user_and_init() {
     grep -qE '^[^ ]+ / [^ ]+ ro[, ]' "/proc/$pid/mounts" || { echo "$1: can write its image" >&2; return 1; }
 }
 
-check_api() {
+# start_api PATH: until it answers with success there.
+start_api() {
     local port
     port=$(free_port)
     start api "$(image api)" -- api /etc/leeway/config.toml --run-dir /var/lib/leeway/runs/check --port "$port"
-    until_true 120 curl --silent --fail --max-time 2 "http://127.0.0.1:$port/livez"
-    check_user_and_init api
+    until_true 600 curl --silent --fail --max-time 5 "http://127.0.0.1:$port$1"
+    until_true 10 check_user_and_init api
 }
 
 check_run() {
@@ -127,10 +129,13 @@ check_run() {
     until_true 60 bash -c "exec 3<> /dev/tcp/127.0.0.1/$redis_port"
     start serve "$(image actor)" -- serve /etc/leeway/config.toml --run-dir /var/lib/leeway/runs/check
     start learner "$(image learner)" -- learn /etc/leeway/config.toml --run-dir /var/lib/leeway/runs/check --stay
-    check_user_and_init serve
-    check_user_and_init learner
+    # Right after its start a container is still the program that starts it.
+    until_true 10 check_user_and_init serve
+    until_true 10 check_user_and_init learner
+    if has api; then start_api /readyz; fi
     until_true 1200 test -f "$work/runs/check/summary.json"
     echo "the images trained: $(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["steps"])' "$work/runs/check/summary.json") steps"
+    if has api; then stop api 20; fi
     stop learner 90
     stop serve 90
     engine stop --time 20 "leeway-check-$$-redis" > /dev/null
@@ -144,8 +149,9 @@ if [[ -z ${TAG:-} ]]; then
     for name in "${names[@]}"; do build "$name"; done
 fi
 for name in "${names[@]}"; do says_version "$name"; done
-if [[ " ${names[*]} " == *" learner "* && " ${names[*]} " == *" actor "* ]]; then check_run; fi
-if [[ " ${names[*]} " == *" api "* ]]; then
-    check_api
+if has learner && has actor; then
+    check_run
+elif has api; then
+    start_api /livez
     stop api 20
 fi

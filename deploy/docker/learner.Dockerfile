@@ -39,9 +39,9 @@ ARG VARIANT=cpu
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libgomp1 tini \
     && if [ "${VARIANT}" = gpu ]; then \
-        apt-get install --yes --no-install-recommends gcc libc6-dev; \
-        test -f "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
-            || apt-get install --yes --no-install-recommends python3-dev; \
+        apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && { test -f "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+            || apt-get install --yes --no-install-recommends python3-dev; }; \
     fi \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 leeway \

@@ -192,7 +192,8 @@ class Publisher:
         if new_group:
             self._drop_group()
             self._members = members
-            self._store = transfer.build_store("0.0.0.0", 0, True, self._timeout_s)
+            listens_on = self._host if self._host == transfer.LOOPBACK else "0.0.0.0"
+            self._store = transfer.build_store(listens_on, 0, True, self._timeout_s)
             self._group_number += 1
         assert self._store is not None
         offsets, rank = {}, 1
@@ -334,11 +335,14 @@ def _names(announcement: Announcement) -> str:
 
 
 def _own_address() -> str:
-    """The address other machines reach this one at; loopback where there is no network.
+    """The address other machines reach this one at; loopback where there is no network, or none is
+    to be used.
 
     The host's own name may stand for 127.0.1.1. Nothing is sent: connecting a datagram socket only
     chooses the interface.
     """
+    if transfer.stays_on_this_machine():
+        return transfer.LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

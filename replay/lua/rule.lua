@@ -69,7 +69,7 @@ end
 
 -- How many groups the limiter lets in; size and inserts count promised ones too.
 local function limiter_room(limiter, size, inserts, samples)
-  if limiter.max_diff > 1e300 then return math.huge end  -- JSON has no infinity
+  if limiter.max_diff > 1e300 then return math.huge end  -- what settings without a bound are sent as
   local free = math.max(0, limiter.min_size - size)
   local bound = (limiter.max_diff + samples) / limiter.samples_per_insert - inserts
   return math.max(free, math.floor(bound + 1e-9))

@@ -47,6 +47,15 @@ _LEARNING: Final = {
     "tokens_per_s": 640.0,
 }
 _STALENESS: Final = {"mean": 1.4, "max": 3, "max_seen": 4, "bound": 4}
+_WATCHDOG: Final = {
+    "waits": "learner waits for 4 groups",
+    "verdict": None,
+    "stages": [
+        {"name": "learner", "idle_s": 3.2, "deadline_s": 3600.0},
+        {"name": "rollouts", "idle_s": 0.4, "deadline_s": 1800.0},
+    ],
+}
+_LOOPS: Final = [{"process": "learner", "lag_s": 0.012, "pid": 4711}]
 _EVAL: Final = {"before": 0.31, "latest": 0.44, "latest_step": 40}
 _WORKER: Final = {
     "worker_id": "worker-0",
@@ -182,6 +191,8 @@ EXAMPLES: Final[dict[str, Any]] = {
             "sentence": "learner waits for rollouts 25 %, rollouts wait for the learner 12 %",
             "refusal": None,
         },
+        "watchdog": _WATCHDOG,
+        "loops": _LOOPS,
         "eval": _EVAL,
         "config": {"objective": "so-grpo"},
     },
@@ -358,7 +369,9 @@ EXAMPLES: Final[dict[str, Any]] = {
         "points": [
             {
                 "series": "grpo",
+                "staleness_set": 8,
                 "staleness": 7.9,
+                "scores": [0.4, 0.41, 0.42],
                 "mean": 0.41,
                 "low": 0.38,
                 "high": 0.44,

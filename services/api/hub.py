@@ -181,7 +181,7 @@ class Hub:
         self._num_taken += 1
         listener = Listener()
         try:
-            async with self._starting:
+            async with answer_deadline(), self._starting:
                 if self._task is None or self._task.done():
                     await self._begin()
                 until = self._place
@@ -261,12 +261,12 @@ class Hub:
         """What is new."""
         found.place, found.kept = await self._read(self._place)
         look = await self._reader.look()
-        found.status = _message("status", found.place, look.body)
         step, before, self._step = look.snapshot.run.step, self._step, look.snapshot.run.step
         if step < before:
             # A resumption at an earlier step writes those behind it anew. A look alone says less:
             # it may be older than the records of steps.
             found.place = found.place._replace(step=min(found.place.step, step))
+        found.status = _message("status", found.place, look.body)
         found.kept += [
             _message("trajectory", found.place, one.item.model_dump_json().encode())
             for one in (await self._seen())[-MAX_TRAJECTORIES:]

@@ -23,12 +23,12 @@ from leeway.services.api.families import Family, Readings
 from leeway.services.api.learning_families import LEARNER, REPLAY
 from leeway.services.api.requests import RequestCounters
 from leeway.services.api.rollout_families import ROLLOUTS
-from leeway.services.api.run_families import API, ENGINES, RUN
+from leeway.services.api.run_families import API, ENGINES, RUN, WATCH
 from leeway.services.snapshot import gathered
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-FAMILIES: Final[tuple[Family, ...]] = (*RUN, *LEARNER, *ROLLOUTS, *ENGINES, *REPLAY, *API)
+FAMILIES: Final[tuple[Family, ...]] = (*RUN, *WATCH, *LEARNER, *ROLLOUTS, *ENGINES, *REPLAY, *API)
 
 
 def exposition(
@@ -41,8 +41,8 @@ def exposition(
 ) -> bytes:
     """The run as Prometheus text: `sections` and `phase` of its run board, `stats` of its buffer.
 
-    `now` is Unix time: workers and engines that are silent for longer than snapshot.SILENT_S are
-    left out. `requests` are those of the API itself.
+    `now` is Unix time: who is silent for longer than snapshot.SILENT_S is left out. `requests` are
+    those of the API itself.
     """
     readings = Readings(gathered(sections, now), stats, phase, requests)
     registry = CollectorRegistry()

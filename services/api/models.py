@@ -158,6 +158,36 @@ class Waits(Answer):
     """Why the last request for slots came back empty."""
 
 
+class Stage(Answer):
+    """A stage of the run that should make progress now."""
+
+    name: str
+    """start, evaluation, rollouts or learner."""
+    idle_s: float
+    """Seconds since its last progress."""
+    deadline_s: float
+    """Past so many seconds without progress the run ends."""
+
+
+class Watchdog(Answer):
+    """What the watchdog of the run saw when it last looked; it does every five seconds."""
+
+    waits: str
+    """Who waits for whom, in one sentence; `nobody waits` where none does."""
+    verdict: str | None = None
+    """Why it ends the run; null while it goes on."""
+    stages: list[Stage] = []
+
+
+class EventLoop(Answer):
+    """How late the event loop of one process wakes: one that is held up answers nobody."""
+
+    process: str
+    lag_s: float
+    """Longest of the last minute, in seconds. The learner computes its steps in its loop."""
+    pid: int | None = None
+
+
 class Eval(Answer):
     """Held-out exact match."""
 
@@ -179,6 +209,10 @@ class Status(Answer):
     replay: Replay | None = None
     """Null while Redis has not answered yet."""
     waits: Waits = Waits()
+    watchdog: Watchdog | None = None
+    """Null until one has looked, and when it has not for fifteen seconds without a verdict."""
+    loops: list[EventLoop] = []
+    """Of the processes that live, by name."""
     eval: Eval = Eval()
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the run, without secrets."""

@@ -1,4 +1,4 @@
-"""Metrics of the run, its engines and publishes, and of the API itself."""
+"""Metrics of the run, its watchdog, its engines and publishes, and of the API itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leeway.services.api.families import (
     one,
     total,
 )
-from leeway.services.snapshot import exact_match_of
+from leeway.services.snapshot import WATCHDOG, exact_match_of
 
 # ---- the run
 
@@ -51,6 +51,48 @@ RUN = (
         "Exact match on held-out questions, before training and latest",
         _evaluations,
         "evaluation",
+    ),
+)
+
+# ---- who looks after it
+
+
+def _stages(key: str) -> Callable[[Readings], Iterator[Point]]:
+    def read(r: Readings) -> Iterator[Point]:
+        for stage in r.section(WATCHDOG).get("stages", ()):
+            yield Point((stage["name"],), stage[key])
+
+    return read
+
+
+def _verdict(r: Readings) -> list[Point]:
+    found = r.section(WATCHDOG)
+    return [Point((), 1 if found.get("verdict") else 0)] if found else []
+
+
+WATCH = (
+    gauge(
+        "leeway_watchdog_idle_seconds",
+        "Time since the last progress of a stage that should make some now",
+        _stages("idle_s"),
+        "stage",
+    ),
+    gauge(
+        "leeway_watchdog_deadline_seconds",
+        "Time without progress of a stage after which the run ends",
+        _stages("deadline_s"),
+        "stage",
+    ),
+    gauge(
+        "leeway_watchdog_verdict",
+        "1 once the watchdog has ended the run, whose status says why",
+        _verdict,
+    ),
+    gauge(
+        "leeway_event_loop_lag_seconds",
+        "How late the event loop of a process woke, longest of the last minute",
+        each("loop", lambda loop: loop.get("lag_s")),
+        "process",
     ),
 )
 

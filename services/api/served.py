@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from leeway.replay.board import EngineRecord
 from leeway.replay.errors import LeewayError
@@ -21,6 +21,8 @@ from leeway.services.config import RunConfig
 
 log = logging.getLogger(__name__)
 
+PROCESS: Final = "api"
+"""What the API is called among the processes of a run."""
 Engines = Callable[[], Awaitable[Sequence[EngineRecord]]]
 
 

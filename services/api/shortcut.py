@@ -1,7 +1,8 @@
 """`GET /v1/status` without the way through the router: what a run is asked most, by everybody.
 
-The way costs several times what the answer does. It is left to those who come when the last look is
-too old, one in fifty at 200 requests a second; they read anew, and wait for it, in the route.
+The way costs several times what the answer does. It is left to who comes when the last look is too
+old: the first after a pause, and everybody while Redis is slow. They wait for the read, in the
+route. While requests keep coming none does, as the next look is read ahead (reader.py).
 """
 
 from __future__ import annotations

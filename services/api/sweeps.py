@@ -6,6 +6,7 @@ A sweep lives in files. The API looks in one folder, `sweeps` beside the run dir
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,10 @@ from leeway.services.api.models import Answer
 from leeway.services.api.resources import Page
 from leeway.services.experiments.sweep_folder import SweepFolder, SweepState
 from leeway.services.experiments.sweep_report import Findings, findings
-from leeway.services.experiments.sweep_rows import Row, row_of, select_current
+from leeway.services.experiments.sweep_rows import Cell, Row, row_of, select_current
+from leeway.services.experiments.sweep_verdict import Verdict
+
+log = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 1000
 _NAME: Final = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}$")
@@ -46,40 +50,6 @@ class SweepStatus(Answer):
     """Unix time."""
 
 
-class SweepVerdict(Answer):
-    """What a sweep says about one series."""
-
-    series: str
-    on_policy: float | None
-    """Mean score without staleness; null without such a run."""
-    kept_staleness: float | None
-    """Largest realised staleness, in policy versions, that keeps the asked share of it."""
-    kept_score: float | None
-    lost_staleness: float | None
-    """The next that was tried, where less is kept; null where everything was kept."""
-    lost_score: float | None
-    num_seeds: int
-    num_failed: int
-    num_collapsed: int
-    sentence: str
-
-
-class SweepPoint(Answer):
-    """The seeds of one series at one staleness: a point of score against staleness."""
-
-    series: str
-    staleness: float | None
-    """Realised, in policy versions, mean over seeds; null where every run failed at once."""
-    mean: float | None
-    """Held-out exact match, mean over the runs that have a score; null where none has."""
-    low: float | None
-    high: float | None
-    """95 % interval of the mean by Student's t; null below two scores."""
-    num_arms: int
-    num_failed: int
-    num_collapsed: int
-
-
 class SweepDetail(Answer):
     """A sweep and what it says so far."""
 
@@ -88,53 +58,10 @@ class SweepDetail(Answer):
     """exact or bound."""
     retention: float
     """Share of the on-policy score that counts as kept."""
-    verdicts: list[SweepVerdict]
+    verdicts: list[Verdict]
     """Empty before the first run has ended."""
-    points: list[SweepPoint]
+    points: list[Cell]
     """By series in the order of the grid, then by staleness."""
-
-
-class SweepRow(Answer):
-    """One run. Means are over its optimizer steps; null where it has none."""
-
-    arm: str
-    series: str
-    objective: str
-    variant: dict[str, Any]
-    """What the grid varied beside objective, staleness and seed."""
-    seed: int
-    learning_rate: float
-    is_scan: bool
-    status: str
-    """finished, collapsed or failed."""
-    reason: str | None
-    """Of a failed run."""
-    staleness_set: int
-    staleness: float | None
-    """Realised, in policy versions."""
-    staleness_max: float | None
-    score: float | None
-    """Held-out exact match after the last step; null for a failed run."""
-    score_before: float | None
-    score_best: float | None
-    collapse_step: int | None
-    steps: int
-    wall_s: float
-    clip_fraction_tokens: float | None
-    clip_fraction_turns: float | None
-    ctn_norm: float | None
-    """||C||."""
-    ctn_norm_max: float | None
-    num_rescaled: int
-    grad_norm: float | None
-    num_spikes: int
-    effective_sample_size: float | None
-    kl: float | None
-    kl_max: float | None
-    entropy: float | None
-    entropy_last: float | None
-    think_tokens: float | None
-    think_tokens_last: float | None
 
 
 def sweeps_router(folder: Path) -> APIRouter:
@@ -146,11 +73,12 @@ def sweeps_router(folder: Path) -> APIRouter:
         cursor: Annotated[str | None, Query(pattern=_NAME.pattern)] = None,
         limit: Annotated[int, Query(ge=1, le=200)] = 50,
     ) -> Page[SweepStatus]:
-        """Every sweep, the last changed first; those behind the one named `cursor`."""
-        found = sorted(map(_status, _all(folder)), key=lambda status: -status.updated_at)
-        names = [status.name for status in found]
-        left = found[names.index(cursor) + 1 :] if cursor in names else found
-        return Page(items=left[:limit], next=left[limit - 1].name if len(left) > limit else None)
+        """Sweeps by name, behind `cursor`; one whose files cannot be read is left out."""
+        names = sorted(found.root.name for found in _all(folder))
+        left = [name for name in names if cursor is None or name > cursor]
+        shown, more = left[:limit], len(left) > limit
+        found = [status for name in shown if (status := _readable(folder / name)) is not None]
+        return Page(items=found, next=shown[-1] if more else None)
 
     @router.get("/{name}", responses=example("sweep"))
     def sweep(name: str) -> SweepDetail:
@@ -163,8 +91,8 @@ def sweeps_router(folder: Path) -> APIRouter:
             status=_status(sweep),
             mode=str(plan["mode"]),
             retention=float(plan["retention"]),
-            verdicts=[SweepVerdict.model_validate(verdict) for verdict in verdicts],
-            points=[SweepPoint.model_validate(cell) for cell in cells],
+            verdicts=list(verdicts),
+            points=list(cells),
         )
 
     @router.get("/{name}/rows", responses=example("rows"))
@@ -172,7 +100,7 @@ def sweeps_router(folder: Path) -> APIRouter:
         name: str,
         cursor: Annotated[str | None, Query(max_length=200)] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
-    ) -> Page[SweepRow]:
+    ) -> Page[Row]:
         """The runs that have ended, by name, behind `cursor`."""
         sweep = _one(folder, name)
         found = [row_of(result) for result in select_current(sweep.results(), sweep.read_grid())]
@@ -181,15 +109,12 @@ def sweeps_router(folder: Path) -> APIRouter:
     return router
 
 
-def _page(rows: list[Row], cursor: str | None, limit: int) -> Page[SweepRow]:
+def _page(rows: list[Row], cursor: str | None, limit: int) -> Page[Row]:
     """Names are the cursor: a run that ends meanwhile moves none that was shown."""
     left = [row for row in rows if cursor is None or row.arm > cursor]
     shown = left[:limit]
     more = len(left) > limit
-    return Page(
-        items=[SweepRow.model_validate(row) for row in shown],
-        next=shown[-1].arm if more else None,
-    )
+    return Page(items=shown, next=shown[-1].arm if more else None)
 
 
 def _all(folder: Path) -> Iterator[SweepFolder]:
@@ -205,6 +130,15 @@ def _one(folder: Path, name: str) -> SweepFolder:
         names = ", ".join(sorted(found.root.name for found in _all(folder))) or "none yet"
         raise HTTPException(404, f"there is no sweep {name}; there are: {names}")
     return sweep
+
+
+def _readable(folder: Path) -> SweepStatus | None:
+    """None where somebody has just removed it, or has written into it what is none of a sweep."""
+    try:
+        return _status(SweepFolder(folder))
+    except (OSError, DataError) as error:
+        log.warning("the sweep in %s is not listed: %s", folder, error)
+        return None
 
 
 def _findings(sweep: SweepFolder) -> Findings | None:

@@ -35,9 +35,16 @@ def answer(headers: Headers, body: bytes, tag: str) -> Response:
 
 def _has(headers: Headers, tag: str) -> bool:
     given = headers.get("if-none-match")
-    if given is None:
-        return False
-    return not {tag, "*"}.isdisjoint(one.strip() for one in given.split(","))
+    return given is not None and names(given, tag)
+
+
+def names(given: str, tag: str) -> bool:
+    """Whether a header If-Match or If-None-Match names `tag`: W/"a", "b" names "a".
+
+    A proxy that compresses an answer makes its tag a weak one. What it stands for is the same.
+    """
+    found = (one.strip().removeprefix("W/") for one in given.split(","))
+    return not {tag, "*"}.isdisjoint(found)
 
 
 class Tagged:

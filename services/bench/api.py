@@ -16,29 +16,26 @@ computes and what Redis computes for it, cold caches, and steps that wait for a 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from leeway.replay.errors import WaitTimeout
 from leeway.replay.server import EmbeddedRedis
 from leeway.services.api.auth import tokens_of
 from leeway.services.bench.api_load import SETTLE_S, Answers, Ask, Burn, run_load
+from leeway.services.bench.api_processes import START_S, ServedApi, Stoppable, Worker
 from leeway.services.bench.api_training import run_training
 from leeway.services.bench.loop_lag import percentile_ms
 from leeway.services.bench.result import BenchResult
+from leeway.services.layout import RunDirectory
 
 PER_SECOND: Final = 200
 NUM_LISTENERS: Final = 500
 RUN: Final = "bench"
-START_S: Final = 120.0
 MARGIN_S: Final = 0.2
 """Asking begins SETTLE_S before the window of the training loop, and ends so long after it."""
 
@@ -49,67 +46,6 @@ class Plan(NamedTuple):
     num_pairs: int
     seconds: float
     """Of one window."""
-
-
-class Worker:
-    """A process that answers orders over a pipe."""
-
-    def __init__(self, target: Any, *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self.process = context.Process(target=target, args=(other, *arguments), daemon=True)
-        self.process.start()
-        other.close()
-
-    def order(self, what: Any) -> None:
-        """Begin something."""
-        self._pipe.send(what)
-
-    def result(self, timeout_s: float) -> Any:
-        """What came of it. Raises WaitTimeout."""
-        if not self._pipe.poll(timeout_s):
-            name = self.process.name
-            raise WaitTimeout(f"{name} gave no answer within {timeout_s:g} s; the bench is void")
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise WaitTimeout(f"{self.process.name} ended; see why above") from None
-
-    def end(self) -> None:
-        """Tell it to end, and see that it does."""
-        if self.process.is_alive():
-            self._pipe.send(None)
-            self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(10)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """As if it were not there."""
-        pid = self.process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
-
-def serve(pipe: Any, url: str, directory: str) -> None:
-    """The API in a process of its own; sends its port, ends when the pipe says so."""
-    from leeway.services.api.app import connect_app, serve_in_thread
-    from leeway.services.config import load
-
-    run = Path(directory)
-    config = load(None, [f"api.max_requests_per_s={100 * PER_SECOND}"])
-    tokens, _ = tokens_of(run)
-    address, stop = serve_in_thread(connect_app(url, run, config, tokens), "127.0.0.1", 0)
-    pipe.send(int(address.rpartition(":")[2]))
-    while (order := pipe.recv()) is not None:
-        assert order == "cpu"
-        pipe.send(time.process_time())
-    stop()
 
 
 class Pair(NamedTuple):
@@ -131,7 +67,7 @@ class Pair(NamedTuple):
 class Bench:
     """The three processes."""
 
-    def __init__(self, training: Worker, api: Worker, load: Worker, seconds: float) -> None:
+    def __init__(self, training: Worker, api: Stoppable, load: Worker, seconds: float) -> None:
         self._training = training
         self._api = api
         self._load = load
@@ -154,9 +90,9 @@ class Bench:
     def _with(self) -> tuple[float, float, Answers]:
         self._load.order(Ask(SETTLE_S + self._seconds + MARGIN_S))
         time.sleep(SETTLE_S)
-        cpu_s, began = self._cpu_s(), time.monotonic()
+        cpu_s, began = self._api.cpu_s(), time.monotonic()
         steps = self._steps_per_s()
-        cpu_share = (self._cpu_s() - cpu_s) / (time.monotonic() - began)
+        cpu_share = (self._api.cpu_s() - cpu_s) / (time.monotonic() - began)
         answers: Answers = self._load.result(self._seconds + START_S)
         self._share = answers.share
         return steps, cpu_share, answers
@@ -172,10 +108,6 @@ class Bench:
         self._training.order(self._seconds)
         return self._training.result(self._seconds + START_S)
 
-    def _cpu_s(self) -> float:
-        self._api.order("cpu")
-        return self._api.result(START_S)
-
 
 def run(*, quick: bool) -> BenchResult:
     """Measure."""
@@ -187,22 +119,25 @@ def run(*, quick: bool) -> BenchResult:
 
 
 @contextmanager
-def _processes(folder: Path) -> Iterator[tuple[Worker, Worker, Worker]]:
+def _processes(folder: Path) -> Iterator[tuple[Worker, ServedApi, Worker]]:
     directory = folder / RUN
     directory.mkdir()
+    file = folder / "run.toml"
+    # The bound would count all who ask as one client: they share an address here.
+    file.write_text(f"[api]\nmax_requests_per_s = {100 * PER_SECOND}\n", encoding="utf-8")
     redis = EmbeddedRedis.start(directory / "redis", RUN)
-    workers: list[Worker] = []
+    started: list[Worker | ServedApi] = []
     try:
         tokens, _ = tokens_of(directory)
-        workers.append(Worker(run_training, redis.url, RUN))
-        workers.append(Worker(serve, redis.url, str(directory)))
-        port = workers[1].result(START_S)
-        workers.append(Worker(run_load, port, tokens.read, PER_SECOND, NUM_LISTENERS))
-        assert workers[2].result(START_S) == "open"
-        yield workers[0], workers[1], workers[2]
+        started.append(training := Worker(run_training, redis.url, RUN))
+        started.append(api := ServedApi(redis.url, RunDirectory(directory), file))
+        load = Worker(run_load, api.port, tokens.read, PER_SECOND, NUM_LISTENERS)
+        started.append(load)
+        assert load.result(START_S) == "open"
+        yield training, api, load
     finally:
-        for worker in reversed(workers):
-            worker.end()
+        for one in reversed(started):
+            one.end()
         redis.stop()
 
 

@@ -2,7 +2,8 @@
 
 An HTTP library would take more of the machine than the API does, and be what is measured. What the
 process takes itself it tells, and takes as much again in windows in which nobody asks: whoever asks
-a real run sits at another machine, so this must not count as a cost of the API.
+a real run sits at another machine, so this must not count as a cost of the API. For the same reason
+it steps back behind the training loop, in both kinds of window.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any, Final, NamedTuple
+
+from leeway.services.api.priority import step_back
 
 NUM_CONNECTIONS: Final = 16
 ANSWER_TIMEOUT_S: Final = 10.0
@@ -47,6 +50,7 @@ class Answers(NamedTuple):
 
 def run_load(pipe: Any, port: int, token: str, per_second: int, num_listeners: int) -> None:
     """Opens the streams, says "open", and does what the pipe says until it says None."""
+    step_back()
     asyncio.run(_serve(pipe, port, token, per_second, num_listeners))
 
 

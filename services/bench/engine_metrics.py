@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from leeway.actors.config import PolicyConfig, model_dir
 from leeway.actors.policy import CompletionRequest
-from leeway.actors.vllm_policy import VllmPolicy
 from leeway.replay.schema import PolicyVersion
+
+if TYPE_CHECKING:
+    from leeway.actors.vllm_policy import VllmPolicy
 
 NUM_ROUNDS: Final = 7
 NUM_REQUESTS: Final = 16
@@ -49,6 +51,9 @@ async def _round(policy: VllmPolicy, name: str) -> Step:
 
 
 async def _measure() -> dict[bool, list[Step]]:
+    # Not above: vLLM imports Ray, which reads then how closed it is to be (closed_ray.py).
+    from leeway.actors.vllm_policy import VllmPolicy
+
     policies: dict[bool, VllmPolicy] = {}
     for has_metrics in (False, True):
         config = PolicyConfig(engine_metrics=has_metrics, start_timeout_s=600)
@@ -69,8 +74,10 @@ async def _measure() -> dict[bool, list[Step]]:
 
 def main() -> None:
     """Print both, and the difference."""
+    from leeway.services.processes.foster import fork_below
     from leeway.services.wiring import started_ray
 
+    fork_below()
     with started_ray():
         found = asyncio.run(_measure())
     medians = {

@@ -27,7 +27,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from leeway.replay.errors import ConfigurationError, LeewayError
+from leeway.services import supervision
 from leeway.services.redaction import known_secrets, redacted, redacted_environment, redacted_values
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ MAX_FILE_BYTES: Final = 2 * 2**20
 MAX_BYTES: Final = 32 * 2**20
 STACK_S: Final = 20.0
 """A process that is stuck in the kernel cannot be looked into."""
+STACKS_S: Final = 90.0
+"""For all of them: the run ends when the evidence is there (services/watch.py)."""
 MAX_STACKS: Final = 64
 NUM_LOOKERS: Final = 4
 REDIS_S: Final = 5.0
@@ -108,16 +111,29 @@ def _add(tar: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def collect(run: RunDirectory, verdict: str | None) -> Iterator[Entry]:
-    """Every file, what matters most first."""
+    """Every file, what matters most first. A part that fails leaves the reason in its place."""
     if verdict is not None:
         yield Entry("verdict.txt", "why this was collected", verdict + "\n")
+    for part in (_plain, _stacks, _redis, _logs, _surroundings):
+        try:
+            yield from part(run)
+        except Exception as error:  # whatever it is: the other parts are wanted all the more
+            name = part.__name__.strip("_")
+            yield Entry(f"{name}.failed.txt", f"why {name} is not complete", f"{error!r}\n")
+
+
+def _plain(run: RunDirectory) -> Iterator[Entry]:
     for name, what in PLAIN.items():
         if (run.root / name).is_file():
             yield Entry(name.replace("redis/", "logs/"), what, tail(run.root / name))
-    yield from _stacks(run)
-    yield from _redis(run)
+
+
+def _logs(run: RunDirectory) -> Iterator[Entry]:
     for log in sorted(run.logs.glob("*.log")):
         yield Entry(f"logs/{log.name}", f"log of {log.stem}", tail(log))
+
+
+def _surroundings(run: RunDirectory) -> Iterator[Entry]:
     yield Entry("versions.json", "versions of all that is installed", _json(versions()))
     yield Entry("machine.json", "the machine and the environment", _json(machine(run)))
 
@@ -159,29 +175,32 @@ def tail(path: Path, num_bytes: int = MAX_FILE_BYTES) -> str:
 
 
 def _stacks(run: RunDirectory) -> Iterator[Entry]:
-    """What each process of the run is doing, several looked into at once."""
-    found = processes_of(run)
-    with ThreadPoolExecutor(NUM_LOOKERS) as pool:
-        texts = pool.map(stack_of, [pid for pid, _ in found])
-        for (pid, name), text in zip(found, texts, strict=True):
+    """What each process of the run is doing, several looked into at once, within STACKS_S."""
+    pool = ThreadPoolExecutor(NUM_LOOKERS)
+    try:
+        looks = [(pid, name, pool.submit(stack_of, pid)) for pid, name in processes_of(run)]
+        wait([look for _, _, look in looks], STACKS_S)
+        for pid, name, look in looks:
+            late = f"it was not looked into within {STACKS_S:g} s\n"
+            text = look.result() if look.done() else late
             yield Entry(f"stacks/{name}-{pid}.txt", f"stack of process {pid}, {name}", text)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def processes_of(run: RunDirectory) -> list[tuple[int, str]]:
-    """Living processes that run.json names, and all below them: id, and a word for a file name."""
-    from leeway.services.supervision import family_of
-
+    """Living processes that run.json names, then all below them: id, and a word for a file name."""
     state = run.read_state()
-    found: dict[int, str] = {}
+    named: dict[int, str] = {}
+    below: dict[int, str] = {}
     for name, pid in (state.pids if state else {}).items():
-        family = family_of(pid)
+        family = supervision.family_of(pid)
         # An id may be another's by now.
         if not family or not _is_of(run, name, family[0][1]):
             continue
-        found[pid] = name
-        for below, line in family[1:]:
-            found.setdefault(below, _word(line))
-    return sorted(found.items())[:MAX_STACKS]
+        named[pid] = name
+        below |= {child: _word(line) for child, line in family[1:]}
+    return [*named.items(), *(pair for pair in below.items() if pair[0] not in named)][:MAX_STACKS]
 
 
 def _is_of(run: RunDirectory, name: str, line: list[str]) -> bool:
@@ -199,7 +218,7 @@ def stack_of(pid: int) -> str:
     """By py-spy; for what is no Python or may not be looked into, why."""
     command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_S)
+        done = supervision.run_spared(command, STACK_S)
     except FileNotFoundError:
         return "py-spy is not installed; pip install py-spy\n"
     except subprocess.TimeoutExpired:

@@ -55,6 +55,7 @@ def doctor(
     Exit code 0: nothing; 1: warnings; 2: errors, or bad input.
     """
     if bundle:
+        _refuse_beside_bundle({"--deep": deep, "--config": config, "--redis": redis}, overrides)
         return _bundle(run_dir, as_json)
     subject = subject_of(run_dir, config, redis, overrides or ())
     from rich.console import Console
@@ -69,6 +70,15 @@ def doctor(
     else:
         show(findings, Console(highlight=False))
     raise typer.Exit(exit_code(findings))
+
+
+def _refuse_beside_bundle(options: dict[str, object], overrides: list[str] | None) -> None:
+    given = [name for name, value in (options | {"--set": overrides}).items() if value]
+    if given:
+        raise typer.BadParameter(
+            f"{', '.join(given)} change nothing of what is collected; leave them out",
+            param_hint="--bundle",
+        )
 
 
 def _bundle(run_dir: str | None, as_json: bool) -> None:

@@ -34,9 +34,9 @@ def _model(config: RunConfig) -> Finding:
     from leeway.actors.config import model_dir
 
     folder = model_dir(config.model)
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    weights = list(folder.glob("*.safetensors"))
     if not weights or not (folder / "config.json").is_file():
-        remedy = "name a Hugging Face folder with config.json, weights and tokenizer as model"
+        remedy = "name a Hugging Face folder with config.json, safetensors and tokenizer as model"
         return CONFIGURATION.error("model", f"{folder} holds no whole model", remedy)
     size = sum(file.stat().st_size for file in weights)
     return CONFIGURATION.ok("model", f"{folder}, {size / 2**20:,.0f} MiB", num_bytes=size)

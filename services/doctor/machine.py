@@ -107,8 +107,8 @@ def model_gib(model: str) -> float:
     from leeway.actors.config import model_dir
 
     folder = model_dir(model)
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return sum(file.stat().st_size for file in files) * _bytes_to_float32(folder) / GIB
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    return sum(sizes) * _bytes_to_float32(folder) / GIB
 
 
 def _bytes_to_float32(folder: Path) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from leeway.replay.connection import Link, address
 from leeway.replay.errors import ConfigurationError, LeewayError
 from leeway.replay.keys import replay_prefix
+from leeway.replay.redis_acl import user_rights
 from leeway.services.doctor.finding import Finding, Part
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ async def check_redis(url: str, config: RunConfig) -> list[Finding]:
             return [REDIS.error("reachable", str(error), remedy)]
         found = [REDIS.ok("reachable", address(url))]
         found += await _settings(link, config)
-        found.append(await _rights(link))
+        found.append(await _rights(link, url))
         found.append(await _latency(link))
         found.append(await _clock(link))
         return found
@@ -124,7 +125,7 @@ def _memory(info: Info, config: RunConfig) -> Finding:
     return REDIS.ok("memory", text, **facts)
 
 
-async def _rights(link: Link) -> Finding:
+async def _rights(link: Link, url: str) -> Finding:
     """Do once what a run does, under keys of its own that go again."""
     prefix = replay_prefix(f"doctor-{secrets.token_hex(6)}")
     key, stream = f"{prefix}key", f"{prefix}stream"
@@ -138,7 +139,8 @@ async def _rights(link: Link) -> Finding:
             ("DEL", key, stream, f"{prefix}set", f"{prefix}hash"),
         )
     except LeewayError as error:
-        remedy = "give its user the rights +@all -@dangerous +info and keys ~leeway:*"
+        rights = user_rights(is_cluster=url.startswith(("redis+cluster", "rediss+cluster")))
+        remedy = f"give its user these rights and no more: {rights}"
         return REDIS.error("rights", f"a command that a run needs is refused ({error})", remedy)
     return REDIS.ok("rights", "keys, streams and scripts may be written")
 

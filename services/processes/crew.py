@@ -8,7 +8,7 @@ append-only file, the learner from its last checkpoint, the serve process at the
 That is not done for a fault that would come again (exit codes 2 and 3: bad input, a number that is
 not finite, a broken bound; and any error before the run has worked at all), nor more than
 `supervision.max_restarts` times within `supervision.restart_window_s`: then the run ends with the
-sentence of the one that died.
+sentence of the one that died. While the disk is full nobody is started: each would only end again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from leeway.replay.errors import LeewayError
-from leeway.replay.server import EmbeddedRedis
 from leeway.services import supervision
-from leeway.services.supervision import Child, ChildDied
+from leeway.services.processes.members import Member
+from leeway.services.supervision import ChildDied
 from leeway.services.supervision_config import SupervisionConfig
 
 log = logging.getLogger(__name__)
@@ -34,105 +34,16 @@ log = logging.getLogger(__name__)
 NOT_AGAIN: Final = (2, 3)
 """Exit codes of faults that would come again; see LeewayError.exit_code."""
 MAX_DELAY_S: Final = 30.0
-REDIS_LOOK_S: Final = 0.2
+OBSTACLE_S: Final = 180.0
+"""How long somebody may take to make room on a full disk."""
+OBSTACLE_LOOK_S: Final = 0.5
+ROOM_BYTES: Final = 2**20
+"""Less than this is a full disk: Redis ends at the first write that fails."""
+SAY_S: Final = 2.0
+"""How long the last events may take when everything is ending."""
 
 Tell = Callable[[str], Awaitable[None]]
 """Takes a sentence for the events of the run."""
-
-
-class Member(Protocol):
-    """One process of the crew; it can be started any number of times."""
-
-    name: str
-    is_needed: bool
-    """Whether the run cannot go on without it."""
-
-    @property
-    def pid(self) -> int | None: ...
-    async def start(self) -> None: ...
-    async def ended(self) -> ChildDied: ...
-    async def stop(self) -> None: ...
-
-
-class Command:
-    """A process that `leeway NAME` starts."""
-
-    def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str],
-        *,
-        grace_s: float,
-        is_needed: bool = True,
-    ) -> None:
-        """`grace_s`: how long it may take to end after SIGTERM."""
-        self.name = name
-        self.is_needed = is_needed
-        self._grace_s = grace_s
-        self.arguments = [*arguments]
-        """Behind `python -m`, at the next start."""
-        self._log = log
-        self._environment = environment
-        self._child: Child | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """None before it was started."""
-        return None if self._child is None else self._child.process.pid
-
-    async def start(self) -> None:
-        """Begin a new process; its output goes behind that of the one before."""
-        self._child = await supervision.start(
-            self.name, self.arguments, self._log, self._environment
-        )
-
-    async def ended(self) -> ChildDied:
-        """Returns when it is over, as an error that says how."""
-        assert self._child is not None
-        return await self._child.ended()
-
-    async def stop(self) -> None:
-        """SIGTERM, after `grace_s` SIGKILL; what it started ends with it."""
-        if self._child is not None:
-            await self._child.stop(self._grace_s)
-
-
-class RedisMember:
-    """The embedded Redis, already running."""
-
-    name = "redis"
-    is_needed = True
-
-    def __init__(self, server: EmbeddedRedis) -> None:
-        self._server = server
-
-    @property
-    def pid(self) -> int:
-        """Of the process that runs, or ran last."""
-        return self._server.pid
-
-    @property
-    def is_running(self) -> bool:
-        """The process is alive."""
-        return self._server.is_running
-
-    async def start(self) -> None:
-        """Again, in this thread: the kernel ends the server with the thread that started it."""
-        self._server.start_again()
-
-    async def ended(self) -> ChildDied:
-        """Returns when it is over."""
-        while self._server.is_running:
-            await asyncio.sleep(REDIS_LOOK_S)
-        return ChildDied(
-            f"the embedded Redis ended; its log is {self._server.directory / 'redis.log'}"
-        )
-
-    async def stop(self) -> None:
-        """Flush the append-only file and end."""
-        await asyncio.to_thread(self._server.stop)
 
 
 class Restarts:
@@ -163,6 +74,7 @@ class Crew:
         self._tell = tell
         self._members: dict[str, Member] = {}
         self._finished: set[str] = set()
+        self._saying: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
         """One at a time: what has just been started must not pass for an orphan."""
         self.is_over: Callable[[str], bool] = lambda name: False
@@ -170,6 +82,8 @@ class Crew:
         self.is_settled: Callable[[], bool] = lambda: True
         """Whether the run has worked once. Before, an error of a process is that of its setup, and
         a person waits for the sentence; only who was killed is started again."""
+        self.obstacle: Callable[[], str | None] = lambda: None
+        """Why nobody could work who is started now, such as a full disk; None if all could."""
 
     @property
     def pids(self) -> dict[str, int]:
@@ -200,16 +114,20 @@ class Crew:
             for task in keeping:
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
+            await self._finish_saying()
 
     def has_finished(self, name: str) -> bool:
         """Whether it has done its work and ended."""
         return name in self._finished
 
-    async def stop(self, *names: str) -> None:
-        """End these, one after the other; who was never started is passed over."""
+    async def stop(self, *names: str) -> dict[str, int | None]:
+        """End these, one after the other; who was never started is passed over. Returns their exit
+        codes, negative for a signal, None for one that never ran."""
+        codes: dict[str, int | None] = {}
         for name in names:
             if name in self._members:
-                await self._members[name].stop()
+                codes[name] = await self._members[name].stop()
+        return codes
 
     async def end_orphans(self) -> None:
         """End what dead members have left behind: this process is its parent now."""
@@ -217,18 +135,23 @@ class Crew:
 
     def _orphans(self) -> list[supervision.Process]:
         own = set(self.pids.values())
-        found = [child for child in supervision.children(os.getpid()) if child.pid not in own]
+        found = [
+            child
+            for child in supervision.children(os.getpid())
+            if child.pid not in own and not supervision.is_spared(child)
+        ]
         return found + [below for child in found for below in supervision.descendants(child.pid)]
 
     async def _keep(self, member: Member) -> None:
         """Start it again whenever it ends, as often as may be."""
         restarts = Restarts(self._config)
         died = await member.ended()
-        while not self.is_over(member.name):
+        while died.code != 0 or not self.is_over(member.name):
+            died = await self._past_obstacle(died)
             would_recur = died.code in NOT_AGAIN or (died.is_failure and not self.is_settled())
             number = None if would_recur else restarts.take(time.monotonic())
             if number is None:
-                return await self._give_up(member, died)
+                return self._give_up(member, died)
             log.warning("%s", died)
             await asyncio.sleep(delay_s(number))
             try:
@@ -236,7 +159,7 @@ class Crew:
             except (OSError, LeewayError) as error:
                 died = ChildDied(f"the {member.name} process could not be started again: {error}")
                 continue
-            await self._say(
+            self._say(
                 f"{died}; started again ({number} of {self._config.max_restarts} times in "
                 f"{self._config.restart_window_s:g} s)"
             )
@@ -248,17 +171,48 @@ class Crew:
             await self.end_orphans()
             await member.start()
 
-    async def _give_up(self, member: Member, died: ChildDied) -> None:
+    async def _past_obstacle(self, died: ChildDied) -> ChildDied:
+        """Wait until nothing is in the way of a restart. Raises ChildDied after OBSTACLE_S."""
+        deadline, obstacle = time.monotonic() + OBSTACLE_S, self.obstacle()
+        if obstacle is None:
+            return died
+        log.warning("%s; %s, so nobody is started", died, obstacle)
+        while (found := self.obstacle()) is not None:
+            if time.monotonic() > deadline:
+                raise ChildDied(f"{died}; {found} for {OBSTACLE_S:g} s", died.code)
+            await asyncio.sleep(OBSTACLE_LOOK_S)
+        return ChildDied(f"{died}, when {obstacle}")
+
+    def _give_up(self, member: Member, died: ChildDied) -> None:
         if member.is_needed:
             raise died
-        await self._say(f"{died}; the run goes on without it")
+        self._say(f"{died}; the run goes on without it")
 
-    async def _say(self, sentence: str) -> None:
-        # Redis may be what has just died.
+    def _say(self, sentence: str) -> None:
+        """Beside all else: Redis, which is told, may be what has just died."""
+        saying = asyncio.create_task(self._try_to_tell(sentence))
+        self._saying.add(saying)
+        saying.add_done_callback(self._saying.discard)
+
+    async def _try_to_tell(self, sentence: str) -> None:
         with contextlib.suppress(LeewayError):
             await self._tell(sentence)
+
+    async def _finish_saying(self) -> None:
+        if self._saying:
+            _, late = await asyncio.wait(self._saying, timeout=SAY_S)
+            for saying in late:
+                saying.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
 
 def delay_s(number: int) -> float:
     """Before the n-th restart within the window: 0, 1, 2, 4, 8, ... 30 s."""
     return 0.0 if number == 1 else min(MAX_DELAY_S, 2.0 ** (number - 2))
+
+
+def full_disk(folder: Path) -> str | None:
+    """What there is to say of the disk of `folder` when nothing more fits; else None."""
+    place = os.statvfs(folder)
+    free = place.f_bavail * place.f_frsize
+    return None if free >= ROOM_BYTES else f"no space was left on the disk of {folder}"

@@ -6,7 +6,7 @@ Ray's daemons outlive a driver that is killed: they become children of init, and
 So the command forks before it starts anything. The process that was called only waits; the kernel
 makes it the parent of every descendant whose own parent dies (PR_SET_CHILD_SUBREAPER), so all that
 is below it at the end was started by the command. Should it be killed itself, the one that works
-gets SIGTERM.
+gets SIGTERM. One that was told to end and does not, because it hangs, is killed after a while.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ import contextlib
 import os
 import resource
 import signal
+import time
 from typing import Final
 
 PASSED_ON: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+FOR_EVER_S: Final = 3600.0
+"""One wait, which is begun again."""
 
 
-def fork_below() -> None:
+GRACE_S: Final = 90.0
+
+
+def fork_below(grace_s: float = GRACE_S) -> None:
     """Return in a new process, a child of this one, that goes on with the command.
 
     The one that called does not return. It ends as the child did, by exit code or signal, when all
-    below it has ended. Call it while the process has one thread.
+    below it has ended. The child has `grace_s` to end after the first signal that is passed on.
+    Call it while the process has one thread.
     """
     from leeway.services.supervision import adopt_orphans, end_with_parent
 
@@ -33,7 +40,7 @@ def fork_below() -> None:
     adopt_orphans()
     child = os.fork()
     if child:
-        _end_as(_wait(child))
+        _end_as(_wait(child, grace_s))
     # A group of its own: Ctrl-C in a terminal comes once, by way of the parent.
     os.setpgid(0, 0)
     end_with_parent()
@@ -42,15 +49,21 @@ def fork_below() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _wait(child: int) -> int:
+def _wait(child: int, grace_s: float) -> int:
     """Its wait status, when it and all it has left behind are over."""
     from leeway.services.supervision import descendants, end_found
 
+    deadline = float("inf")
     while (status := _reap(child)) is None:
-        received = signal.sigwaitinfo(PASSED_ON | {signal.SIGCHLD})
-        if received.si_signo in PASSED_ON:
-            with contextlib.suppress(ProcessLookupError):
+        left_s = min(FOR_EVER_S, max(0.0, deadline - time.monotonic()))
+        received = signal.sigtimedwait(PASSED_ON | {signal.SIGCHLD}, left_s)
+        with contextlib.suppress(ProcessLookupError):
+            if received is not None and received.si_signo in PASSED_ON:
                 os.kill(child, received.si_signo)
+                deadline = min(deadline, time.monotonic() + grace_s)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                deadline = float("inf")
     end_found(lambda: descendants(os.getpid()))
     return status
 

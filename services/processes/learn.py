@@ -70,10 +70,15 @@ def _run_rank(
 
     process = LearnerProcess(run, config, url, stays=stays)
     stopping.pass_on(process)
+    is_stopped = stays  # it ends only when some rank is told to
     try:
         asyncio.run(process.run())
     except LearnerStopped as stopped:
         log.info("%s", stopped)
+        is_stopped = True
+    if is_stopped and not stopping.is_told and os.environ.get("LOCAL_RANK") == "0":
+        # A rank elsewhere was told. torchrun would wait 5 minutes for its machine, which goes.
+        os.kill(os.getppid(), signal.SIGTERM)
     return 0
 
 
@@ -87,6 +92,8 @@ class _Stopping:
 
     def __init__(self) -> None:
         self._process: _Stoppable | None = None
+        self.is_told = False
+        """Whether this process itself got a signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -94,6 +101,7 @@ class _Stopping:
         self._process = process
 
     def _on_signal(self, number: int, frame: object) -> None:
+        self.is_told = True
         if self._process is None:
             log.info("stopped before training began")
             raise SystemExit(0)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import LeewayError
+from leeway.replay.free_pages import FEW_ARENAS
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.vigil import Vigil
 from leeway.services.config import RunConfig
@@ -45,6 +46,8 @@ async def _serve(config: RunConfig, run: RunDirectory) -> None:
     await _unless(stopping, wait_for_redis(url, run.root.name))
     if stopping.is_set():
         return
+    # Ray's processes inherit it; this one has begun without.
+    os.environ.update({**FEW_ARENAS, **os.environ})
     with started_ray(config.metrics.ray_port):
         _listen(stopping)  # again: Ray sets handlers of its own when it starts
         await asyncio.sleep(0.05)  # a signal that came while Ray started is seen now

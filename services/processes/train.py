@@ -13,39 +13,40 @@ exits 130, SIGTERM exits 0; both leave a run that `--resume` goes on with.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from leeway.replay.board import RunBoard
-from leeway.replay.errors import LeewayError, WaitTimeout
+from leeway.replay.errors import LeewayError, StoreUnavailable, WaitTimeout
 from leeway.replay.server import EmbeddedRedis
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.vigil import Vigil
 from leeway.services import supervision
 from leeway.services.api.auth import tokens_of
-from leeway.services.config import REDIS_URL, RunConfig
+from leeway.services.config import RunConfig
 from leeway.services.layout import RunDirectory, RunState
 from leeway.services.observability import Display, build_snapshot
-from leeway.services.processes.crew import Command, Crew, RedisMember
-from leeway.services.processes.devices import split_gpus, visible_gpus
+from leeway.services.processes.commands import commands, end_leftovers
+from leeway.services.processes.crew import Crew, full_disk
 from leeway.services.processes.joining import run_section
+from leeway.services.processes.members import Command, RedisMember
 from leeway.services.records import Records
 from leeway.services.results import show_results
-from leeway.services.watch import WATCHED, Watchdog, evidence_of
+from leeway.services.supervision import ChildDied, how_it_ended
+from leeway.services.watch import Watchdog, evidence_of, until_one_ends
+
+log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
 POLL_S = 0.1
-LEARNER_GRACE_S = 60.0
-"""A step may be under way when the stop comes; it is finished and checkpointed."""
-SERVE_GRACE_S = 30.0
-API_GRACE_S = 15.0
 API_START_S = 120.0
 """How long the API may take to listen; a machine that starts engines is busy."""
 RESULTS_S = 300.0
@@ -75,6 +76,7 @@ class Training:
         self._crew.is_over = self._is_over
         self._is_settled = False
         self._crew.is_settled = lambda: self._is_settled
+        self._crew.obstacle = lambda: full_disk(run_dir.root)
         self._api_address: str | None = None
 
     async def run(self, resume: bool) -> int:
@@ -83,6 +85,7 @@ class Training:
         supervision.adopt_orphans()
         self._run.summary.unlink(missing_ok=True)
         try:
+            await asyncio.to_thread(end_leftovers, self._run)
             url = self._start_redis()
             name = self._run.root.name
             self._board = RunBoard(url, name)
@@ -91,10 +94,11 @@ class Training:
                 await self._start(url, resume)
                 await self._watch()
             finally:
-                await self._end()
+                learner_code = await self._end()
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._stop.is_set():
+            self._check_stopped(learner_code)
             self._say_how_to_resume()
             return self._exit_code
         show_results(self._run, self._console, self._json_output)
@@ -128,7 +132,7 @@ class Training:
         await self._replay.pause_admission(False)
         # Here, so that who started the run is told of new tokens, and no log is.
         tokens, are_new = tokens_of(self._run.root) if config.api.auth else (None, False)
-        api, *others = self._commands(url)
+        api, *others = commands(self._config, self._run, url, self._scratch)
         for command in (api, *others):
             await self._crew.start(command)
         self._api_address = address = await self._listening(api)
@@ -139,60 +143,15 @@ class Training:
         self._write_state()
         verb = "resumed" if resume else "started"
         await board.append_event("run", f"{verb}; status at {address}/v1/status")
-        # The fragment never leaves the browser; it is shown once, and stays in the directory.
-        fragment = f"/#token={tokens.control}" if tokens is not None and are_new else "/"
+        # The fragment never leaves the browser; it is shown once, to a person: what is no terminal
+        # may be a log that others read. It stays in the directory.
+        is_shown = tokens is not None and are_new and self._console.is_terminal
+        fragment = f"/#token={tokens.control}" if tokens is not None and is_shown else "/"
         self._console.print(
             f"run directory  {self._run.root}\ndashboard      {address}{fragment}",
             soft_wrap=True,
             highlight=False,
         )
-
-    def _commands(self, url: str) -> list[Command]:
-        """What anybody would type, with this run's own configuration; in the order of starting."""
-        config, run = self._config, self._run
-        shared = {"TMPDIR": self._scratch, REDIS_URL: url, WATCHED: "1"}
-        busy = {
-            **shared,
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            # Engine and learner share the cores: a thread that waits must not spin.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            # Large blocks are kept instead of being handed back and zeroed again each time.
-            "MALLOC_MMAP_THRESHOLD_": str(2**30),
-            "MALLOC_TRIM_THRESHOLD_": str(2**31),
-        }
-        num_engine_gpus = config.policy.num_replicas * config.policy.tensor_parallel_size
-        serve_gpus, learner_gpus = split_gpus(
-            visible_gpus(), config.learner.num_processes, num_engine_gpus
-        )
-
-        def words(name: str) -> list[str]:
-            return ["leeway.services.cli", name, str(run.config), "--run-dir", str(run.root)]
-
-        return [
-            Command(
-                "api",
-                words("api"),
-                run.log("api"),
-                shared,
-                grace_s=API_GRACE_S,
-                is_needed=False,
-            ),
-            Command(
-                "serve",
-                words("serve"),
-                run.log("serve"),
-                {**busy, **serve_gpus},
-                grace_s=SERVE_GRACE_S,
-            ),
-            Command(
-                "learner",
-                words("learn"),
-                run.log("learner"),
-                {**busy, **learner_gpus},
-                grace_s=LEARNER_GRACE_S,
-            ),
-        ]
 
     async def _listening(self, api: Command) -> str | None:
         """Address of the API, once it is there; None when the run is told to stop before. Raises
@@ -237,23 +196,20 @@ class Training:
         good, Standstill when nobody makes progress."""
         dog = Watchdog(self._board, self._replay, self._config, evidence_of(self._run))
         vigil = Vigil(self._board, "train")
-        watches = [asyncio.create_task(self._crew.watch()), asyncio.create_task(dog.keep())]
-        try:
-            with Display(self._console) as display:
-                await self._until_over(watches, display)
-        finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
-            await vigil.end()
+        with Display(self._console) as display:
+            until = [asyncio.create_task(w) for w in (self._until_done(display), self._stop.wait())]
+            watches = [asyncio.create_task(w) for w in (self._crew.watch(), dog.keep())]
+            try:
+                await until_one_ends(until, watches)
+            finally:
+                await vigil.end()
 
-    async def _until_over(self, watches: list[asyncio.Task[None]], display: Display) -> None:
+    async def _until_done(self, display: Display) -> None:
+        """Show the run until the learner has written its results."""
         deadline: float | None = None
-        while not self._stop.is_set():
-            for watch in watches:
-                if watch.done() and (error := watch.exception()):
-                    raise error
-            if await self._refresh(display) == "done":
+        while True:
+            phase = await self._try_to_refresh(display)
+            if phase == "done":
                 deadline = deadline or time.monotonic() + RESULTS_S
                 if self._crew.has_finished("learner"):
                     return
@@ -262,8 +218,22 @@ class Training:
                         f"the learner did not write the results within {RESULTS_S:g} s; "
                         f"its log is {self._run.log('learner')}"
                     )
-            self._write_state()
-            await self._sleep(REFRESH_S)
+            try:
+                self._write_state()
+            except OSError as error:  # a full disk; it is written again a second later
+                log.warning("%s could not be written: %s", self._run.state, error)
+            await asyncio.sleep(REFRESH_S)
+
+    async def _try_to_refresh(self, display: Display) -> str | None:
+        """The phase; None while an embedded Redis does not answer: the crew starts it again, or
+        ends the run. Raises StoreUnavailable where Redis is another's."""
+        try:
+            return await self._refresh(display)
+        except StoreUnavailable as error:
+            if self._redis is None:
+                raise
+            log.warning("%s", error)
+            return None
 
     def _is_over(self, name: str) -> bool:
         """The learner writes the results last, and ends; the others stay until they are ended."""
@@ -288,26 +258,43 @@ class Training:
         except TimeoutError:
             return
 
-    async def _end(self) -> None:
-        """End every process in order. Runs on success, stop and failure alike."""
+    async def _end(self) -> int | None:
+        """End every process in order. Runs on success, stop and failure alike. Returns the exit
+        code of a learner that was ended here; None where it had ended before."""
+        was_over = self._crew.has_finished("learner")
         if self._redis is None or self._redis.is_running:
             await self._quietly(self._replay.pause_admission(True))
             await self._quietly(self._board.request_stop("the run is ending"))
-        await self._crew.stop("learner", "serve")
+        codes = await self._crew.stop("learner", "serve")
         if self._redis is None or self._redis.is_running:
-            await self._quietly(Records(self._run, self._board).copy())
+            await self._quietly(self._copy_records())
         await self._crew.stop("api")
         await self._crew.end_orphans()
         await self._quietly(self._replay.close())
         await self._quietly(self._board.close())
         await self._crew.stop("redis")
+        return None if was_over else codes.get("learner")
 
-    async def _quietly(self, step: Any) -> None:
-        # Redis may be what failed; the processes are ended all the same.
+    async def _copy_records(self) -> None:
+        await Records(self._run, self._board).copy()
+
+    async def _quietly(self, step: Awaitable[None]) -> None:
+        # Redis may be what failed, or the disk be full; the processes are ended all the same.
         try:
             await step
-        except LeewayError as error:
-            self._console.print(f"while ending the run: {error}", style="yellow")
+        except (LeewayError, OSError, ValueError, LookupError) as error:
+            words = f"while ending the run: {type(error).__name__}: {error}"
+            self._console.print(words, style="yellow", soft_wrap=True)
+
+    def _check_stopped(self, learner_code: int | None) -> None:
+        """Raises ChildDied where a stop may have left steps without a checkpoint. SIGTERM ends only
+        a learner that has not begun to work."""
+        if self._is_settled and learner_code not in (None, 0, -signal.SIGTERM):
+            raise ChildDied(
+                f"the learner ended with {how_it_ended(learner_code)} when it was told to stop, so "
+                "the last steps may lack a checkpoint, and are trained again by leeway train "
+                f"--resume {self._run.root}; its log is {self._run.log('learner')}"
+            )
 
     def _say_how_to_resume(self) -> None:
         root = os.path.relpath(self._run.root, Path.cwd())

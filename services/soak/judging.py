@@ -76,7 +76,14 @@ class Report(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        return all(judgement.verdict == "flat" for judgement in self.judged)
+        """Whether all that must not grow was measured and is flat."""
+        return not self.missing and all(found.verdict == "flat" for found in self.judged)
+
+    @property
+    def missing(self) -> list[str]:
+        """What must not grow and was not measured often enough to be judged, of nobody."""
+        judged = {judgement.measure for judgement in self.judged}
+        return [rule.measure for rule in RULES if rule.measure not in judged]
 
     def count(self, verdict: Verdict) -> int:
         return sum(judgement.verdict == verdict for judgement in self.judged)
@@ -126,6 +133,7 @@ def as_keys(report: Report) -> dict[str, Any]:
         "num_flat": report.count("flat"),
         "num_grows": report.count("grows"),
         "num_undecided": report.count("undecided"),
+        "missing": report.missing,
         "judged": [_entry(judgement) for judgement in report.judged],
         "observed": [_entry(judgement) for judgement in report.observed],
     }

@@ -32,6 +32,7 @@ from leeway.services.soak.services import (
     redis_figures,
     step_figures,
 )
+from leeway.services.supervision import how_it_ended
 
 START_S: Final = 600.0
 """From the start of the run to its first optimizer step: an engine compiles meanwhile."""
@@ -40,6 +41,7 @@ END_S: Final = 180.0
 FOREVER: Final = 10**9
 """Steps: it is the clock that ends a soak."""
 SAMPLES: Final = "samples.csv"
+LOG: Final = "soak.log"
 
 
 class SoakedRunEnded(LeewayError):
@@ -49,9 +51,10 @@ class SoakedRunEnded(LeewayError):
 async def soak(config: RunConfig, run: RunDirectory, minutes: float, every_s: float) -> Path:
     """Start a run, watch it for so long from its first step on, stop it. Returns the samples.
 
-    Raises SoakedRunEnded when the run fails under way; the samples so far are kept."""
+    Raises SoakedRunEnded when the run fails under way, or does not end well when it is stopped; the
+    samples are kept."""
     command = [sys.executable, "-m", "leeway.services.cli", "train", "--resume", str(run.root)]
-    log = run.root / "soak.log"
+    log = run.root / LOG
     with log.open("ab") as sink:
         child = subprocess.Popen(
             command,
@@ -64,8 +67,16 @@ async def soak(config: RunConfig, run: RunDirectory, minutes: float, every_s: fl
         watch = Watch(run, child, config.metrics.ray_port)
         await watch.until_first_step()
         await watch.for_minutes(minutes, every_s)
-    finally:
+    except BaseException:
         await asyncio.to_thread(_end, child)
+        raise
+    code = await asyncio.to_thread(_end, child)
+    if code != 0:
+        raise SoakedRunEnded(
+            f"the run was stopped after the soak and {code_words(code)}; its words are in "
+            f"{run.root / LOG}, the samples can be judged with leeway soak --judge "
+            f"{run.root / SAMPLES}"
+        )
     return run.root / SAMPLES
 
 
@@ -143,14 +154,23 @@ class Watch:
         self._console.print(f"{passed}  step {step:,.0f}  memory {own / 2**20:,.0f} MB")
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes]) -> int | None:
+    """Stop the run; its exit code, None where it had to be killed."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
     try:
-        child.wait(END_S)
+        return child.wait(END_S)
     except subprocess.TimeoutExpired:
         child.kill()  # the kernel ends what it has started
         child.wait()
+        return None
+
+
+def code_words(code: int | None) -> str:
+    """How a run ended that was told to."""
+    if code is None:
+        return f"did not end within {END_S:g} s, so it was killed"
+    return f"ended with {how_it_ended(code)}"
 
 
 def prepared(config: RunConfig) -> RunConfig:

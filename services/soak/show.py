@@ -34,6 +34,9 @@ def show(report: Report, *, as_json: bool) -> None:
     console = Console(file=target, highlight=False, width=None if target.isatty() else WIDTH)
     console.print(_judged_table(report))
     console.print(_observed_table(report))
+    if report.missing:
+        names = ", ".join(_MEANINGS[measure] for measure in report.missing)
+        console.print(f"[yellow]not measured, so undecided[/yellow]: {names}", soft_wrap=True)
     if as_json:
         print(json.dumps(as_keys(report)), flush=True)
 

@@ -105,6 +105,12 @@ class Site:
     async def report_worker(self, wait_share: float) -> None:
         await self._board.put("rollout:worker-0", {"wait_share": wait_share})
 
+    async def watch(self, waits: str, verdict: str | None = None) -> None:
+        """The watchdog looked, and a process told how late its event loop wakes."""
+        stages = [{"name": "learner", "idle_s": 1200.0, "deadline_s": 3600.0}]
+        await self._board.put("watchdog", {"waits": waits, "verdict": verdict, "stages": stages})
+        await self._board.put("loop:serve", {"lag_s": 1.5, "pid": 7})
+
     async def note(self, kind: str, text: str) -> None:
         await self._board.append_event(kind, text)
 

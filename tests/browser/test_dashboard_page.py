@@ -43,6 +43,22 @@ async def test_it_shows_the_numbers_of_the_run(browser: Browser, site: Site):
         assert await page.locator("#charts canvas").count() == 5
 
 
+async def test_the_picture_says_who_waits_for_whom_in_the_words_of_the_watchdog(
+    browser: Browser, site: Site
+):
+    await site.watch("learner waits for 12 groups; replay refuses slots: byte budget full")
+    async with looking(browser, site) as (page, _):
+        chain = "earner waits for 12 groups; replay refuses slots: byte budget full."
+        await shows(page, "#chain", f"L{chain}")
+        assert f"l{chain}" in str(await page.locator("#loop-text").text_content())
+        await shows(page, "#stages dt", "learner without progress for")
+        await shows(page, "#stages dd.behind", "20 m 00 s of 1 h 00 m")
+        await shows(page, "#event-loops .behind", "1.50 s (serve)")
+        assert await page.locator("#verdict").inner_text() == ""
+        await site.watch("nobody waits", "no step ended for 3,601 s: nobody waits")
+        await shows(page, "#verdict", "The watchdog ended the run: no step ended for 3,601 s")
+
+
 async def test_a_step_shows_when_it_ends(browser: Browser, site: Site):
     async with looking(browser, site) as (page, _):
         await site.learn(3, reward=0.75)

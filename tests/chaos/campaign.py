@@ -5,7 +5,7 @@
 Runs follow one another until so many faults were made or the time is over. Within a run, faults
 come one at a time at random instants, each of another kind and at another process; a run that has
 had its share trains to its end undisturbed. Then the ledgers are held against its buffer. A file
-that exists already is gone on with: its faults count.
+of the same code that exists already is gone on with: its faults count.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import psutil
+
+from leeway.replay.errors import LeewayError
+from leeway.services.layout import RunDirectory
 from tests.chaos import faults as kinds
 from tests.chaos import stage as staging
-from tests.chaos.faults import Fault, Means, processes_left
-from tests.chaos.results import Results, RunResult, write_report
-from tests.chaos.run_ledger import AddedGroups, settle
+from tests.chaos.faults import PARENT, Fault, Means, processes_left
+from tests.chaos.results import Results, RunResult, revision_of, write_report
+from tests.chaos.run_ledger import Account, AddedGroups, settle, unknown
 from tests.chaos.shim import Shim
 from tests.chaos.stage import NoStage, Stage
 from tests.chaos.trained_run import TrainedRun
@@ -33,6 +37,13 @@ from tests.chaos.trial import Trial, say
 
 STOP_S: Final = 180.0
 """A step, a checkpoint, and the end of every process."""
+LEFT_S: Final = 30.0
+"""Within this, nothing is left of a run that was killed; of one that ended by itself nothing is at
+once."""
+ROOT: Final = Path(__file__).parents[2]
+EXIT_NO_STAGE: Final = 77
+WRONG: Final = (RuntimeError, OSError, subprocess.SubprocessError, psutil.Error, LeewayError)
+"""What a run may fail with: the campaign goes on with the next."""
 
 
 class Campaign:
@@ -44,7 +55,9 @@ class Campaign:
         self._stage = Stage(folder)
         self._rng = random.Random(arguments.seed)
         self._deadline = time.monotonic() + 60 * arguments.minutes
-        self._results = Results.read(arguments.json)
+        self._results = Results.read(
+            arguments.json, revision_of(ROOT), any_revision=arguments.any_revision
+        )
         self._shim = Shim(folder)
         self._queue: list[Fault] = []
 
@@ -64,6 +77,14 @@ class Campaign:
     def _num_faults_left(self) -> int:
         return self._arguments.faults - len(self._results.outcomes)
 
+    @property
+    def left(self) -> str:
+        """What of the plan the time did not suffice for; "" where nothing is left."""
+        runs = self._arguments.undisturbed - self._results.num_undisturbed
+        parts = [f"{runs} undisturbed runs"] if runs > 0 else []
+        parts += [f"{self._num_faults_left} faults"] if self._num_faults_left > 0 else []
+        return " and ".join(parts)
+
     def _one_run(self, num_faults: int) -> None:
         number = len(self._results.runs)
         own = self._folder / f"run-{number}"
@@ -71,6 +92,8 @@ class Campaign:
         ledgers.mkdir(parents=True)
         disk = self._stage.disk / f"run-{number}"
         environment = {**self._shim.environment, "LEEWAY_CHAOS_LEDGERS": str(ledgers)}
+        # Ray looks at the memory of the whole machine, which is others', too, and kills for it.
+        environment["RAY_memory_monitor_refresh_ms"] = "0"
         self._shim.set_clock(0.0)
         trained = TrainedRun(disk, own / "train.log", environment)
         added = AddedGroups(ledgers)
@@ -79,10 +102,10 @@ class Campaign:
         means = Means(self._stage, self._shim, self._rng, lambda: trained.redis_port)
         trial = Trial(trained, means, added)
         failure = self._course(trial, trained, num_faults)
-        left = processes_left()
+        left = _left_after(0.0 if trained.exit_code == 0 else LEFT_S)
         assert trained.run is not None
         config = trained.run.read_config()
-        account = settle(trained.run, config.replay, ledgers)
+        account = _settled(trained.run, ledgers)
         self._results.outcomes += trial.outcomes
         self._results.runs.append(
             RunResult(
@@ -96,6 +119,10 @@ class Campaign:
                 exit_code=trained.exit_code,
                 left=left,
                 failure=failure,
+                num_killed=sum(
+                    outcome.target == PARENT and outcome.kind == "kill"
+                    for outcome in trial.outcomes
+                ),
             )
         )
         self._results.write(self._arguments.json)
@@ -114,10 +141,10 @@ class Campaign:
                 trained.stop(STOP_S)
             else:
                 trial.await_end()
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except WRONG as error:
             if trained.is_alive:
                 trained.kill()
-            return str(error)
+            return f"{type(error).__name__}: {error}"
         return ""
 
     def _command(self, disk: Path, seed: int) -> list[str]:
@@ -137,24 +164,50 @@ class Campaign:
         return self._queue.pop()
 
 
+def _left_after(seconds: float) -> list[str]:
+    """What is still there so long after the end of a run; killed processes take leave of others."""
+    deadline = time.monotonic() + seconds
+    while (left := processes_left()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def _settled(run: RunDirectory, ledgers: Path) -> Account:
+    try:
+        return settle(run, run.read_config().replay, ledgers)
+    except (*WRONG, ValueError, KeyError) as error:
+        return unknown(f"{type(error).__name__}: {error}")
+
+
 def main(words: Sequence[str]) -> int:
-    """Exit code 0 when nothing was lost, 1 else, 77 where no stage can be had."""
+    """Exit code 0 when the plan is fulfilled and nothing was lost, 1 else, 77 where no stage can be
+    had."""
     arguments = _parsed(words)
     if not staging.is_inside():
         try:
             staging.enter("tests.chaos.campaign", words)
         except NoStage as error:
-            print(f"no faults can be made here: {error}", file=sys.stderr)
-            return 77
+            return _no_stage(error)
     folder = Path(tempfile.mkdtemp(prefix="lw-chaos-"))
     try:
-        results = Campaign(arguments, folder).run()
+        campaign = Campaign(arguments, folder)
+    except (NoStage, FileNotFoundError) as error:
+        return _no_stage(error)
+    try:
+        results = campaign.run()
     finally:
         subprocess.run(["umount", "-l", str(folder / "disk")], capture_output=True)
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)
     write_report(results)
-    return 0 if results.is_clean else 1
+    if campaign.left:
+        print(f"left to do: {campaign.left}; call it again to go on", file=sys.stderr)
+    return 0 if results.is_clean and not campaign.left else 1
+
+
+def _no_stage(error: Exception) -> int:
+    print(f"no faults can be made here: {error}", file=sys.stderr)
+    return EXIT_NO_STAGE
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -178,6 +231,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         "--endless", action="store_true", help="SIGTERM ends a run after its faults, not a step"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--any-revision", action="store_true", help="go on with a file of other code, too"
+    )
     parser.add_argument("--json", type=Path, default=Path("build/chaos.json"))
     parser.add_argument("--keep", action="store_true", help="keep logs and ledgers")
     found = parser.parse_args(words)

@@ -7,9 +7,9 @@ import random
 import resource
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -31,7 +31,7 @@ CLOCKS_S: Final = (3600.0, -3600.0, 86400.0, -5.0, 0.0)
 
 
 class NobodyThere(Exception):
-    """No process has the role at this moment."""
+    """No process has the role at this moment, or it has ended before it was hit."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,15 @@ def victim(role: str, rng: random.Random) -> psutil.Process:
 @contextmanager
 def applied(fault: Fault, means: Means) -> Iterator[float]:
     """Begin the fault; yields for how many seconds it is to last; takes it back."""
-    begin = _BEGIN[fault.kind]
-    with begin(fault.target, means) as seconds:
+    begin = _BEGIN[fault.kind](fault.target, means)
+    try:
+        seconds = begin.__enter__()
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        raise NobodyThere(fault.target) from None
+    try:
         yield seconds
+    finally:
+        begin.__exit__(None, None, None)
 
 
 @contextmanager
@@ -183,7 +189,7 @@ def _set_clock(_: str, means: Means) -> Iterator[float]:
     yield 0.0
 
 
-_BEGIN: Final[dict[str, Callable[[str, Means], Any]]] = {
+_BEGIN: Final[dict[str, Callable[[str, Means], AbstractContextManager[float]]]] = {
     "kill": _kill,
     "stop": _stop,
     "starve": _starve,

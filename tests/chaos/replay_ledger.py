@@ -221,6 +221,12 @@ class Ledgers:
 
     added: set[str] = field(default_factory=set[str])
     maybe_added: set[str] = field(default_factory=set[str])
+    newest_of: dict[str, int] = field(default_factory=dict[str, int])
+    """Newest version among the tokens of each group that was added."""
+    granted_ns: dict[str, int] = field(default_factory=dict[str, int])
+    """When the slot of a group was asked for, on a clock that all processes share."""
+    restored: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Each time the buffer went back: to which version, and when on the same clock."""
     num_trained_of: Counter[str] = field(default_factory=Counter[str])
     maybe_trained: Counter[str] = field(default_factory=Counter[str])
     lags: list[int] = field(default_factory=list[int])
@@ -242,6 +248,11 @@ class Ledgers:
         elif event in ("added", "refused"):
             self.maybe_added.remove(name)
             self.added |= {name} if event == "added" else set()
+            self.newest_of |= {name: int(rest[0])} if rest else {}
+        elif event == "granted":
+            self.granted_ns[name] = int(rest[0])
+        elif event == "restored":
+            self.restored.append((int(name), int(rest[0])))
         elif event == "drawn":
             self.num_leases += 1
             self.lags += map(int, rest)
@@ -252,6 +263,12 @@ class Ledgers:
             self.num_trained_of.update(rest if event == "acknowledged" else ())
         elif event == "error":
             self.errors.append(" ".join((name, *rest)))
+
+    def went_back_behind(self, group_id: str) -> bool:
+        """Whether the buffer has gone back behind this group since its slot was granted: it drops
+        what holds a token of a version that is lost, stored or yet to come."""
+        newest, granted_ns = self.newest_of.get(group_id, 0), self.granted_ns.get(group_id, 0)
+        return any(newest > version and granted_ns <= at_ns for version, at_ns in self.restored)
 
     def check(
         self, config: ReplayConfig, stats: ReplayStats, stored: dict[str, StoredGroup]

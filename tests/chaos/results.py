@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tests.chaos.faults import PARENT
 from tests.chaos.run_ledger import Account
 
 
@@ -30,10 +33,16 @@ class Outcome(msgspec.Struct, frozen=True):
     in place of one that was killed; for the API also to its next answer."""
     is_recovered: bool
     engine_start_s: float
-    """Of recovery_s, what an engine takes to load where one had to, or all Serve applications where
-    the serve process or its parent was gone: as long as at the beginning of the run. Else 0."""
+    """Of recovery_s, what an engine takes to load where one had to, or Ray and all Serve
+    applications where the serve process or its parent was gone: as long as at the beginning of the
+    run. Else 0."""
     died: str
     """Why `leeway train` ended over it, so that its operator had to resume; "" where it did not."""
+
+    @property
+    def is_survived(self) -> bool:
+        """The run got over it by itself; `leeway train` itself is started again by its operator."""
+        return self.is_recovered and (not self.died or self.target == PARENT)
 
 
 class RunResult(msgspec.Struct, frozen=True):
@@ -55,11 +64,15 @@ class RunResult(msgspec.Struct, frozen=True):
     """Command lines of processes that outlived the run."""
     failure: str = ""
     """Why it did not come to its end; "" where it did."""
+    num_killed: int = 0
+    """How often a fault has killed `leeway train` itself."""
 
     @property
     def is_clean(self) -> bool:
-        """It ended as it should, left no process, and its ledgers agree with its buffer."""
-        return self.account.is_clean and not (self.exit_code or self.left or self.failure)
+        """It ended as it should, left no process, its ledgers agree with its buffer, and `leeway
+        train` never ended but for being killed itself."""
+        wrong = self.exit_code or self.left or self.failure or len(self.deaths) > self.num_killed
+        return self.account.is_clean and not wrong
 
     @property
     def score(self) -> float | None:
@@ -72,11 +85,20 @@ class Results(msgspec.Struct):
 
     outcomes: list[Outcome] = []
     runs: list[RunResult] = []
+    revisions: list[str] = []
+    """Of the code that was tried: the commit, and what had been changed since."""
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Those of an earlier campaign; none where there is no file."""
-        return msgspec.json.decode(path.read_bytes(), type=cls) if path.is_file() else cls()
+    def read(cls, path: Path, revision: str, *, any_revision: bool = False) -> Self:
+        """Those of an earlier campaign with the same code, or with any; none where there is no such
+        file. That of other code is kept beside it."""
+        found = msgspec.json.decode(path.read_bytes(), type=cls) if path.is_file() else cls()
+        if found.runs and revision not in found.revisions and not any_revision:
+            path.rename(path.with_name(f"{path.stem}-{found.revisions[-1]}{path.suffix}"))
+            found = cls()
+        if revision not in found.revisions:
+            found.revisions.append(revision)
+        return found
 
     def write(self, path: Path) -> None:
         """Replace the file."""
@@ -95,7 +117,7 @@ class Results(msgspec.Struct):
         """Nothing lost, nothing trained too often or too old, every fault survived, and no score
         below that of undisturbed runs by more than noise."""
         runs = all(run.is_clean for run in self.runs)
-        is_over = all(outcome.is_recovered for outcome in self.outcomes)
+        is_over = all(outcome.is_survived for outcome in self.outcomes)
         return bool(self.runs) and runs and is_over and not self.low_scores()
 
     def low_scores(self) -> list[float]:
@@ -103,6 +125,22 @@ class Results(msgspec.Struct):
         least = least_score([r for r in self.runs if r.num_faults == 0 and r.score is not None])
         disturbed = [r.score for r in self.runs if r.num_faults and r.score is not None]
         return [] if least is None else [score for score in disturbed if score < least]
+
+
+def revision_of(root: Path) -> str:
+    """`0123456789ab`, and behind a dash what differs from that commit: 8 digits of a checksum. In
+    a folder without git `unknown`."""
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD").decode().strip()
+        changed = _git(root, "diff", "HEAD", "--", "*.py", "*.lua", "*.toml", "*.c")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}-{hashlib.sha256(changed).hexdigest()[:8]}" if changed else head
+
+
+def _git(root: Path, *words: str) -> bytes:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
 def least_score(undisturbed: Sequence[RunResult]) -> float | None:
@@ -151,6 +189,7 @@ def write_report(results: Results) -> None:
     for (name, backend), found in sorted(by_name.items(), key=lambda item: item[0][::-1]):
         table.add_row(name, backend, *_cells(found))
     console.print(table)
+    console.print(f"code: {', '.join(results.revisions)}")
     for run in results.runs:
         console.print(
             f"seed {run.seed}: {run.num_faults} faults, exact match {run.score}, {run.account}",

@@ -1,8 +1,9 @@
 """What a run did with its buffer, by the processes' own ledgers, against what the buffer holds.
 
 hook/sitecustomize.py writes the ledgers, a line before and after each call; replay_ledger.Ledgers
-reads them. Nothing here believes the run's own counters, except where a group was dropped with a
-reason: then as many must be counted as are missing.
+reads them. A group that is neither trained nor stored must be one that the buffer had to drop when
+the learner went back to a checkpoint, which the ledgers tell for each. For the other reasons of a
+drop, which are rare, as many must be counted by the buffer as are missing.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class Account(msgspec.Struct, frozen=True):
     """Groups whose training was acknowledged; once for each time."""
     num_stored: int
     num_dropped: int
-    """Groups that the buffer dropped, each counted with a reason."""
+    """Groups that are missing because the buffer had to drop them, by the ledgers; and those that
+    it counts as dropped for another reason."""
     dropped: dict[str, int]
+    """Groups and slots by reason, as the buffer counts them."""
     num_lost: int
     """Added, and neither trained, stored nor dropped with a reason."""
     num_overdrawn: int
@@ -50,7 +53,13 @@ class Account(msgspec.Struct, frozen=True):
 
     @property
     def is_clean(self) -> bool:
-        return not (self.num_lost or self.num_overdrawn or self.num_stale or self.num_unverified)
+        wrong = self.num_lost + self.num_overdrawn + self.num_stale + self.num_unverified
+        return not (wrong or self.errors)
+
+
+def unknown(why: str) -> Account:
+    """Of a run whose buffer could not be read."""
+    return Account(0, 0, 0, 0, {}, 0, 0, 0, 0, 0, (why,))
 
 
 class AddedGroups:
@@ -118,17 +127,18 @@ def account(
 ) -> Account:
     """An acknowledgement whose reply was lost may count or not: the group is then not missing."""
     trained, maybe = ledgers.num_trained_of, ledgers.maybe_trained
-    by_buffer = {r: n for r, n in stats.dropped.items() if r in BY_BUFFER}
     missing = ledgers.added - set(trained) - set(maybe) - set(stored)
+    went_back = {group_id for group_id in missing if ledgers.went_back_behind(group_id)}
+    others = sum(n for reason, n in stats.dropped.items() if reason in OTHER_DROPS)
     stale = sum(lag > config.max_staleness for lag in ledgers.lags)
     stale += sum(int(str(step["staleness_max"])) > config.max_staleness for step in steps)
     return Account(
         num_added=len(ledgers.added),
         num_trained=Counter(trained).total(),
         num_stored=len(stored),
-        num_dropped=sum(by_buffer.values()),
+        num_dropped=len(went_back) + others,
         dropped=dict(stats.dropped),
-        num_lost=max(0, len(missing) - sum(by_buffer.values())),
+        num_lost=max(0, len(missing - went_back) - others),
         num_overdrawn=sum(n > config.max_draws for n in trained.values()),
         num_stale=stale,
         num_taken=len(weights.taken),
@@ -137,8 +147,9 @@ def account(
     )
 
 
-BY_BUFFER = frozenset({"returned", "lost-version", "overdue", "evicted", "mixed-versions"})
-"""Reasons for which the buffer itself drops a group that was added."""
+OTHER_DROPS = frozenset({"returned", "overdue", "evicted", "mixed-versions"})
+"""Reasons for which the buffer itself drops a group that was added. Not "lost-version": slots that
+were never filled count under it, too, so its number could hide a loss."""
 
 
 def _lines(path: Path) -> list[dict[str, object]]:

@@ -23,7 +23,7 @@ DISK_MB: Final = 768
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 
-class NoStage(Exception):
+class NoStage(RuntimeError):
     """This machine lends no namespaces. One sentence that says why."""
 
 

@@ -11,13 +11,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
 from leeway.replay.config import ReplayConfig
 from leeway.services.layout import RunDirectory
+from tests.chaos import faults
 from tests.chaos import trial as trials
-from tests.chaos.faults import Fault, all_faults
+from tests.chaos.faults import Fault, NobodyThere, all_faults, applied
 from tests.chaos.replay_ledger import Ledgers
 from tests.chaos.results import Outcome, Results, RunResult, least_score
 from tests.chaos.run_ledger import Account, AddedGroups, Weights, account
@@ -56,7 +58,8 @@ def added(*names: str) -> list[str]:
 
 def test_what_is_trained_stored_or_dropped_with_a_reason_is_not_lost():
     lines = [*added("a", "b", "c", "d"), "acknowledge L a", "acknowledged L a"]
-    assert judged(lines, stored=("b",), lost_version=2).num_lost == 0
+    assert judged(lines, stored=("b",), overdue=2).num_lost == 0
+    assert judged(lines, stored=("b",), overdue=1).num_lost == 1
 
 
 def test_what_was_added_and_is_nowhere_is_lost():
@@ -66,6 +69,21 @@ def test_what_was_added_and_is_nowhere_is_lost():
 
 def test_what_callers_drop_covers_no_lost_group():
     assert judged(added("a"), timeout=5).num_lost == 1
+
+
+def test_a_group_of_a_lost_version_is_dropped_and_no_other():
+    newer, older = ["granted a 10", "add a", "added a 5"], ["granted b 10", "add b", "added b 4"]
+    found = judged([*newer, *older, "restored 4 20"], lost_version=2)
+    assert (found.num_dropped, found.num_lost) == (1, 1)
+
+
+def test_slots_of_lost_versions_hide_no_lost_group():
+    assert judged(added("a"), lost_version=7).num_lost == 1
+
+
+def test_going_back_explains_nothing_that_began_afterwards():
+    assert judged(["granted a 30", "add a", "added a 5", "restored 4 20"]).num_lost == 1
+    assert judged(["granted a 10", "restored 4 20", "add a", "added a 5"]).num_lost == 0
 
 
 def test_an_acknowledgement_without_a_reply_may_have_trained_its_group():
@@ -121,6 +139,7 @@ async def main():
         for slot in await replay.admit(2, PolicyVersion(0), 5.0):
             await replay.add(slot, build_group(slot))
         await replay.acknowledge(await replay.draw(5.0), PolicyVersion(1))
+        await replay.restore_version(PolicyVersion(1))
         await replay.close()
 
 asyncio.run(main())
@@ -136,8 +155,12 @@ asyncio.run(main())
     subprocess.run(command, env=environment, check=True, timeout=60)
     (ledger,) = ledgers.iterdir()
     words = Counter(line.split()[0] for line in ledger.read_text().splitlines())
+    assert words.pop("granted") == 2
+    assert words.pop("restored") == 1
     assert words == {"add": 2, "added": 2, "drawn": 1, "acknowledge": 1, "acknowledged": 1}
-    assert Ledgers.read(ledgers).num_trained_of.total() == 2
+    found = Ledgers.read(ledgers)
+    assert (found.num_trained_of.total(), len(found.newest_of)) == (2, 2)
+    assert [version for version, _ in found.restored] == [1]
 
 
 # --- results ---
@@ -189,11 +212,41 @@ def test_a_fault_that_was_not_survived_makes_a_campaign_unclean():
     assert not Results([outcome(is_recovered=False)], [result(None, 3)]).is_clean
 
 
+def test_only_a_killed_leeway_train_may_be_resumed_by_its_operator():
+    died = outcome(died="exit code 1")
+    assert not Results([died], [result(None, 3)]).is_clean
+    assert Results([replace(died, target="train")], [result(None, 3)]).is_clean
+    assert Results([outcome()], [result(None, 3, deaths=["killed"], num_killed=1)]).is_clean
+    assert not Results([outcome()], [result(None, 3, deaths=["between two faults"])]).is_clean
+
+
 def test_a_campaign_goes_on_with_the_file_of_an_earlier_one(tmp_path: Path):
     path = tmp_path / "build" / "chaos.json"
-    Results([outcome()], [result(0.5, 1)]).write(path)
-    assert Results.read(path) == Results([outcome()], [result(0.5, 1)])
-    assert Results.read(tmp_path / "none.json") == Results()
+    Results([outcome()], [result(0.5, 1)], ["abc"]).write(path)
+    assert Results.read(path, "abc") == Results([outcome()], [result(0.5, 1)], ["abc"])
+    assert Results.read(tmp_path / "none.json", "abc") == Results(revisions=["abc"])
+
+
+def test_what_other_code_has_survived_counts_for_none(tmp_path: Path):
+    path = tmp_path / "chaos.json"
+    Results([outcome()], [result(0.5, 1)], ["abc"]).write(path)
+    both = Results.read(path, "def", any_revision=True)
+    assert (len(both.outcomes), both.revisions) == (1, ["abc", "def"])
+    assert Results.read(path, "def") == Results(revisions=["def"])
+    assert Results.read(tmp_path / "chaos-abc.json", "abc").outcomes == [outcome()]
+
+
+def test_a_victim_that_is_gone_counts_as_nobody(monkeypatch: pytest.MonkeyPatch):
+    gone = types.SimpleNamespace()
+
+    def kill() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    gone.kill = kill
+    monkeypatch.setattr(faults, "victim", lambda role, rng: gone)
+    means: Any = types.SimpleNamespace(rng=None)
+    with pytest.raises(NobodyThere), applied(Fault("kill", "learner"), means):
+        pass
 
 
 # --- faults ---
@@ -207,6 +260,7 @@ def test_every_kind_of_fault_of_the_suite_is_there():
 
 
 SERVE_LOG = """\
+2026-11-28 17:23:04,608 leeway.services.processes.joining waiting up to 300 s for Redis
 (ServeController pid=9) INFO 2026-11-28 17:23:10,503 controller 976 -- Adding 1 replica to \
 Deployment(name='PolicyServer', app='policy').
 2026-11-28 17:23:34,608 leeway.actors.serve_app applications ready after 27 s
@@ -221,7 +275,7 @@ def test_the_start_of_an_engine_is_read_from_the_first_lines_of_the_log(tmp_path
     run.log("serve").write_text(SERVE_LOG)
     trained = TrainedRun(tmp_path, tmp_path / "log", {})
     trained.run = run
-    assert (trained.start_s("engine"), trained.start_s("serve")) == (24.0, 27.0)
+    assert (trained.start_s("engine"), trained.start_s("serve")) == (24.0, 30.0)
     run.log("serve").write_text("")
     assert (trained.start_s("engine"), trained.start_s("serve")) == (0.0, 0.0)
 

@@ -53,6 +53,7 @@ def test_a_run_gets_over_faults_and_loses_nothing(tiny: Callable[[], Path], tmp_
     results = json.loads(found.read_text())
     assert len(results["outcomes"]) == NUM_FAULTS, done.stderr[-3000:]
     assert all(outcome["is_recovered"] for outcome in results["outcomes"]), done.stderr[-3000:]
+    assert not any(outcome["died"] for outcome in results["outcomes"]), done.stderr[-3000:]
     (run,) = results["runs"]
     assert (run["exit_code"], run["left"]) == (0, []), done.stderr[-3000:]
     account = run["account"]

@@ -21,6 +21,7 @@ from leeway.services.supervision import last_error
 HOOK: Final = Path(__file__).with_name("hook")
 _TIME: Final = r"(?P<time>[\d-]+ [\d:]+),\d+ "
 BEGUN: Final = re.compile(_TIME + r".*Adding 1 replica to Deployment\(name='PolicyServer'")
+SERVING: Final = re.compile(_TIME + r".*waiting up to [\d.]+ s for Redis")
 READY: Final = re.compile(_TIME + r".*applications ready after (?P<seconds>[\d.]+) s")
 START_S: Final = 600.0
 ASK_S: Final = 3.0
@@ -105,8 +106,8 @@ class TrainedRun:
         return self.run.read_config().policy.backend
 
     def start_s(self, target: str) -> float:
-        """How long this takes to start, by the log of the run's beginning: the engine alone, or all
-        Serve applications. 0 where the log does not say."""
+        """How long this takes to start, by the log of the run's beginning: the engine alone, or Ray
+        and all Serve applications. 0 where the log does not say."""
         assert self.run is not None
         log = self.run.log("serve").read_text(errors="replace")
         return _engine_start_s(log) if target == "engine" else _applications_start_s(log)
@@ -152,5 +153,8 @@ def _engine_start_s(log: str) -> float:
 
 
 def _applications_start_s(log: str) -> float:
-    ready = READY.search(log)
-    return 0.0 if ready is None else float(ready["seconds"])
+    begun, ready = SERVING.search(log), READY.search(log)
+    if begun is None or ready is None:
+        return 0.0
+    first, last = (datetime.fromisoformat(found["time"]) for found in (begun, ready))
+    return (last - first).total_seconds()

@@ -12,7 +12,6 @@ from tests.chaos.faults import (
     Means,
     NobodyThere,
     applied,
-    processes_left,
     processes_of,
 )
 from tests.chaos.results import Outcome
@@ -26,8 +25,6 @@ END_S: Final = 1800.0
 POLL_S: Final = 0.1
 APPEAR_S: Final = 60.0
 """Who has just been started again is waited for, to be hit."""
-GONE_S: Final = 90.0
-"""Within this, nothing is left of a run whose parent was killed."""
 LOADED: Final = ("engine", "serve")
 """Whose successor loads a model for an engine."""
 MAX_RESUMES: Final = 20
@@ -55,6 +52,9 @@ class Trial:
     def disturb(self, fault: Fault) -> bool:
         """One fault, and the wait until the run has got over it. False when the run is through."""
         time.sleep(self._means.rng.uniform(0.5, 4.0))
+        if not self._trained.is_alive and not self._is_through():
+            self._resume(self._trained.last_words())
+            self._await_progress()
         if not self._is_there(fault.target):
             return not self._is_through()
         before = {process.pid for process in processes_of(fault.target)}
@@ -145,16 +145,11 @@ class Trial:
         return fault.target != "api" or self._trained.answers()
 
     def _resume(self, why: str) -> None:
-        """As an operator would: once everything that `leeway train` has started is gone."""
+        """As an operator would, at once: what is left of the run is for `leeway train` to end."""
         self.deaths.append(why)
         say(f"leeway train ended: {why}")
         if len(self.deaths) > MAX_RESUMES:
             raise RuntimeError(f"the run does not go on: {why}")
-        deadline = time.monotonic() + GONE_S
-        while left := processes_left():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{GONE_S:g} s after leeway train there still are {left}")
-            time.sleep(POLL_S)
         self._trained.resume()
 
     def await_end(self) -> None:

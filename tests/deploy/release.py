@@ -7,17 +7,20 @@ else of ours. What a cluster adds is translated:
     a Service and its port   127.0.0.1 and a free port
     a Secret or ConfigMap    its values, from the rendered objects
     an image                 its entry point, `leeway` under an init; for Redis the server here
-    KubeRay                  `ray start` with the rayStartParams, then the serveConfigV2
+    KubeRay                  `ray start` with the rayStartParams and what the head needs to find its
+                             state in Redis again, then the serveConfigV2
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import re
 import shlex
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,20 @@ from .local_processes import BIN, Place, Process, free_port
 SHARED_MEMORY = "/dev/shm"
 
 
+@dataclass(frozen=True)
+class RayState:
+    """How a head of Ray reaches its state in Redis."""
+
+    options: dict[str, str]
+    """Of `ray start`."""
+    environment: dict[str, str]
+
+
 class Release:
     """The objects of `helm template`, started component by component."""
 
     def __init__(self, documents: list[Document], place: Place) -> None:
-        self._documents = documents
+        self.documents = documents
         self._place = place
         self._ports: dict[tuple[str, int], int] = {}
         """Free ports by component and container port."""
@@ -47,11 +59,16 @@ class Release:
 
     # --- what the objects say
 
-    def pod(self, component: str) -> PodTemplate:
-        """The pod of a component; the first group where it has several."""
-        found = [pod for pod in pods(self._documents) if pod.component == component]
+    def pod(self, component: str, ordinal: int = 0) -> PodTemplate:
+        """The pod of a component, of the first group where it has several."""
+        found = [pod for pod in pods(self.documents) if pod.component == component]
         assert found, f"no pod of {component}"
-        return found[0]
+        if not ordinal:
+            return found[0]
+        assert ordinal < found[0].owner["spec"]["replicas"]
+        named = copy.deepcopy(found[0].template)
+        named["metadata"]["name"] = f"{component}-{ordinal}"
+        return replace(found[0], template=named)
 
     def port(self, component: str, number: int) -> int:
         """Where a container port of a component is on this machine."""
@@ -73,23 +90,24 @@ class Release:
 
     # --- starting
 
-    def start(self, component: str) -> Process:
-        """The first container of a component's pod."""
-        pod = self.pod(component)
+    def start(self, component: str, ordinal: int = 0) -> Process:
+        """The first container of a component's pod, of that number where it has several."""
+        pod = self.pod(component, ordinal)
         container = pod.main
         entry_point = container.get("command") or ["leeway"]
         words = [*entry_point, *(container.get("args") or [])]
         command = [self._translated(pod, word) for word in words]
-        return self._place.start(*command, only=self.environment(component), log=component)
+        environment = self.environment(component, ordinal)
+        return self._place.start(*command, only=environment, log=f"{component}-{ordinal}")
 
     def start_ray(self) -> Process:
         """One machine that plays head and workers, with the resources of all of them."""
-        spec = find(self._documents, "RayService")["spec"]
+        spec = find(self.documents, "RayService")["spec"]
         groups = spec["rayClusterConfig"]["workerGroupSpecs"]
         resources: dict[str, float] = {}
         for group in groups:
             resources |= yaml.safe_load(shlex.split(group["rayStartParams"]["resources"])[0])
-        head = self._head_component
+        head, state = self._head_component, self.ray_state()
         ports = {
             "port": self.port(head, 6379),
             "dashboard-port": self.port(head, 8265),
@@ -109,13 +127,30 @@ class Release:
             *("--node-ip-address=127.0.0.1", "--object-store-memory=134217728"),
             f"--resources={json.dumps(resources)}",
             f"--temp-dir={self.ray_folders[-1]}",
-            only=self.environment(head),
+            *(f"--{name}={value}" for name, value in state.options.items()),
+            only=self.environment(head) | state.environment,
             log="ray",
+        )
+
+    def ray_state(self) -> RayState:
+        """What KubeRay makes of gcsFaultToleranceOptions for the head."""
+        cluster = find(self.documents, "RayService")["spec"]["rayClusterConfig"]
+        given = cluster["gcsFaultToleranceOptions"]
+        address = self._with_services(given["redisAddress"])
+        return RayState(
+            options={
+                "redis-username": given["redisUsername"]["value"],
+                "redis-password": self._referred(given["redisPassword"]["valueFrom"]),
+            },
+            environment={
+                "RAY_REDIS_ADDRESS": address,
+                "RAY_external_storage_namespace": "cluster",
+            },
         )
 
     def deploy(self) -> Process:
         """Hand the applications to Ray, as KubeRay does; it ends when Ray has taken them."""
-        spec = find(self._documents, "RayService")["spec"]
+        spec = find(self.documents, "RayService")["spec"]
         file = self._place.folder / "serve.yaml"
         file.write_text(self._translated(self.pod(self._head_component), spec["serveConfigV2"]))
         address = f"http://127.0.0.1:{self.port(self._head_component, 8265)}"
@@ -127,14 +162,14 @@ class Release:
 
     @property
     def _head_component(self) -> str:
-        heads = [pod for pod in pods(self._documents) if pod.where.endswith(" head")]
+        heads = [pod for pod in pods(self.documents) if pod.where.endswith(" head")]
         return heads[0].component
 
     # --- translating
 
-    def environment(self, component: str) -> dict[str, str]:
+    def environment(self, component: str, ordinal: int = 0) -> dict[str, str]:
         """Of the first container, as a kubelet makes it, and the PATH of the image."""
-        pod = self.pod(component)
+        pod = self.pod(component, ordinal)
         found: dict[str, str] = {"PATH": self._path}
         for variable in pod.main.get("env") or []:
             value = variable.get("value")
@@ -150,7 +185,7 @@ class Release:
 
     def _referred(self, source: Mapping[str, Any]) -> str:
         reference = source["secretKeyRef"]
-        secret = find(self._documents, "Secret", reference["name"])
+        secret = find(self.documents, "Secret", reference["name"])
         return base64.b64decode(secret["data"][reference["key"]]).decode()
 
     def _translated(self, pod: PodTemplate, text: str) -> str:
@@ -168,13 +203,14 @@ class Release:
         return text
 
     def _with_services(self, text: str) -> str:
-        for service in (d for d in self._documents if d["kind"] == "Service"):
+        for service in (d for d in self.documents if d["kind"] == "Service"):
             labels = service["spec"].get("selector") or {}
             component = labels.get("app.kubernetes.io/component", "")
             for port in service["spec"]["ports"]:
                 here = f"127.0.0.1:{self.port(component, port['port'])}"
                 name = re.escape(service["metadata"]["name"])
-                text = re.sub(rf"(?<![\w-]){name}(\.[\w.-]+)?:{port['port']}\b", here, text)
+                host = rf"({name}-\d+\.)?{name}(\.[\w.-]+)?"  # of a pod, or of the Service
+                text = re.sub(rf"(?<![\w-]){host}:{port['port']}\b", here, text)
         return text
 
     def _folders(self, pod: PodTemplate) -> dict[str, Path]:
@@ -189,17 +225,19 @@ class Release:
                 name = volume["configMap"]["name"]
             else:
                 claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-                name = claim or f"{pod.component}-{mount['name']}"
+                # Two pods of a component share nothing but claims.
+                own = pod.template["metadata"].get("name", pod.component)
+                name = claim or f"{own}-{mount['name']}"
             found[mount["mountPath"]] = self.claim(name)
         return found
 
     def write_files(self) -> None:
         """The files of every ConfigMap that a pod mounts."""
-        for pod in pods(self._documents):
+        for pod in pods(self.documents):
             for volume in pod.spec.get("volumes") or []:
                 if "configMap" in volume:
                     name = volume["configMap"]["name"]
-                    for file, text in find(self._documents, "ConfigMap", name)["data"].items():
+                    for file, text in find(self.documents, "ConfigMap", name)["data"].items():
                         translated = self._translated(pod, text)
                         if file == "redis.conf":  # it relies on the default, which may be taken
                             translated += f"\nport {self.port(pod.component, 6379)}\n"

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -191,42 +189,3 @@ def test_the_context_holds_what_the_files_copy_and_no_run():
     missing = {c for c in copied if not any(c == a or c.startswith(f"{a}/") for a in allowed)}
     assert missing == set()
     assert not allowed & {"runs", "tests", ".git"}
-
-
-# --- compose
-
-
-def compose(name: str) -> dict:
-    return yaml.safe_load((ROOT / "deploy" / name).read_text())
-
-
-def test_compose_starts_the_commands_that_there_are():
-    services = compose("compose.yaml")["services"]
-    assert services.keys() == {"redis", "serve", "learner", "api"}
-    for name, command in (("serve", "serve"), ("learner", "learn"), ("api", "api")):
-        words = services[name]["command"]
-        help_ = subprocess.run([BIN / "leeway", command, "--help"], capture_output=True, text=True)
-        assert words[0] == command
-        assert [w for w in words if w.startswith("--") and w not in help_.stdout] == []
-        assert (ROOT / "deploy" / services[name]["build"]["context"]).resolve() == ROOT
-        assert (ROOT / services[name]["build"]["dockerfile"]).is_file()
-
-
-def test_nothing_of_compose_is_root_or_may_write_its_image():
-    for name, service in compose("compose.yaml")["services"].items():
-        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
-        assert service["read_only"], name
-        assert service["cap_drop"] == ["ALL"], name
-
-
-def test_what_compose_adds_for_gpus_changes_services_that_there_are():
-    gpu = compose("compose.gpu.yaml")["services"]
-    services = compose("compose.yaml")["services"]
-    assert gpu.keys() <= services.keys()
-    assert {service["build"]["args"]["VARIANT"] for service in gpu.values()} == {"gpu"}
-
-
-@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not here")
-def test_docker_compose_reads_both_files():
-    files = ["-f", "deploy/compose.yaml", "-f", "deploy/compose.gpu.yaml"]
-    subprocess.run(["docker-compose", *files, "config", "-q"], cwd=ROOT, check=True)

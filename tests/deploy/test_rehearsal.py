@@ -3,7 +3,6 @@ and the run goes on to its end."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -13,14 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from leeway.services.layout import RunDirectory
-from tests.helm.chart import CHART, CUSTOM_KINDS, NAMESPACE, RELEASE, helm, parsed
 from tests.helm.tools import FOLDER
 
-from .local_processes import SMALL, Place, Process, steps_of
+from .local_processes import Place, steps_of
+from .rehearsal import Rehearsal, replica, small_release
 from .release import Release
 
 pytestmark = [
@@ -31,74 +28,13 @@ pytestmark = [
     ),
 ]
 
-VALUES = """
-config: |
-{config}
-serve:
-  policy: {{actorOptions: {{num_cpus: 1, num_gpus: 0}}}}
-"""
-
 
 @pytest.fixture
 def release(place: Place) -> Iterator[Release]:
-    """The chart as it comes for CPUs, with a run of a few steps as its configuration."""
-    config = SMALL.replace("num_steps = 6", "num_steps = 12").replace("every = 2", "every = 1")
-    values = place.folder / "values.yaml"
-    values.write_text(VALUES.format(config="\n".join(f"  {line}" for line in config.splitlines())))
-    kinds = [f"--api-versions={kind}" for kind in CUSTOM_KINDS]
-    files = [CHART / "ci" / "cpu-values.yaml", values]
-    manifest = helm(
-        *("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *kinds),
-        *(f"--values={file}" for file in files),
-    )
-    found = Release(parsed(manifest), place)
-    found.write_files()
+    found = small_release(place, num_steps=12)
     yield found
     for folder in found.ray_folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def replica(name: str) -> psutil.Process | None:
-    """The newest Serve replica of a deployment among all that this test has started."""
-    found: list[psutil.Process] = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name().startswith("ray::") and name in "".join(process.cmdline()):
-                found.append(process)
-    return max(found, key=lambda process: process.create_time(), default=None)
-
-
-class Rehearsal:
-    """The release, and what runs of it."""
-
-    def __init__(self, release: Release, place: Place) -> None:
-        self.release = release
-        self.place = place
-        self.run = RunDirectory(release.run)
-        self.running: dict[str, Process] = {}
-
-    def start(self, *components: str) -> None:
-        for component in components:
-            self.running[component] = self.release.start(component)
-
-    def start_ray(self) -> None:
-        """Ray, and the applications as soon as it takes them."""
-        self.running["ray"] = self.release.start_ray()
-
-        def deployed() -> bool:
-            deploying = self.release.deploy()
-            return deploying.popen.wait(60) == 0
-
-        self.place.until(deployed, 240, self.running["ray"])
-
-    def kill(self, component: str) -> None:
-        self.running.pop(component).kill()
-
-    def until_more_steps(self, timeout_s: float = 300) -> None:
-        before = max(steps_of(self.run), default=0)
-        self.place.until(
-            lambda: max(steps_of(self.run), default=0) > before, timeout_s, *self.running.values()
-        )
 
 
 def test_each_process_of_the_chart_is_killed_once_and_the_run_ends(release: Release, place: Place):
@@ -116,7 +52,7 @@ def test_each_process_of_the_chart_is_killed_once_and_the_run_ends(release: Rele
     play.kill("redis")
     play.kill("api")
     play.start("redis", "api")
-    play.until_more_steps()
+    play.until_more_steps_with_a_head_that_ends()
 
     for deployment in ("PolicyServer", "RolloutServer", "CourseServer"):
         process = replica(deployment)

@@ -11,6 +11,7 @@ and deleted, and no pod is made.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ PACKAGES = (
 RELEASE = "bookworm"
 SOURCE, VERSION = f"kubernetes/{RELEASE}", "1.20.2"
 FETCH_S, BUILD_S, START_S, STOP_S, KUBECTL_S = 600, 3600, 180, 30, 60
+NUM_ATTEMPTS = 3
 TOKEN = "of-a-server-that-lives-for-one-test"
 OPENAPI = "pkg/generated/openapi"
 NO_API = re.compile(r"generated|/testdata/|_examples|code-generator|sample-|kube-openapi/test")
@@ -184,8 +187,33 @@ def _keep(program: Path, where: Path) -> None:
 @contextmanager
 def running(folder: Path) -> Iterator[Path]:
     """A kubeconfig in `folder` that leads to an empty server; both end with the block."""
-    client, peer, port = _free_ports(3)
-    started = [
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        _start_both(folder, started)
+        yield folder / "kubeconfig"
+    finally:
+        _end(started)
+
+
+def _start_both(folder: Path, started: list[subprocess.Popen[bytes]]) -> None:
+    """etcd, and the server when it can reach it. Somebody else may take a port before they do: then
+    they start anew with others."""
+    for attempt in range(NUM_ATTEMPTS):
+        try:
+            _start_at(folder, started, *_free_ports(3))
+        except RuntimeError:
+            if attempt + 1 == NUM_ATTEMPTS or not _lost_a_port(folder):
+                raise
+            _end(started)
+            shutil.rmtree(folder / "etcd", ignore_errors=True)
+        else:
+            return
+
+
+def _start_at(
+    folder: Path, started: list[subprocess.Popen[bytes]], client: str, peer: str, port: str
+) -> None:
+    started.append(
         _start(
             folder,
             *(str(ETCD), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"),
@@ -193,20 +221,30 @@ def running(folder: Path) -> Iterator[Path]:
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"default={peer}"),
         )
-    ]
-    try:
-        _write_files(folder, port)
-        started.append(_start(folder, *_server(folder, client, port)))
-        _wait(folder, started)
-        yield folder / "kubeconfig"
-    finally:
-        for process in reversed(started):
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    )
+    _write_files(folder, port)
+    _wait(folder, started, lambda: _is_healthy(client))
+    started.append(_start(folder, *_server(folder, client, port)))
+    _wait(folder, started, lambda: _is_ready(folder / "kubeconfig"))
+
+
+def _lost_a_port(folder: Path) -> bool:
+    return any(
+        "address already in use" in log.read_text("utf-8", "replace")
+        for log in folder.glob("*.log")
+    )
+
+
+def _end(started: list[subprocess.Popen[bytes]]) -> None:
+    """The last first, as what it needs must outlive it."""
+    while started:
+        process = started.pop()
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _free_ports(count: int) -> list[str]:
@@ -257,14 +295,31 @@ def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait(folder: Path, started: list[subprocess.Popen[bytes]]) -> None:
+def _wait(
+    folder: Path, started: list[subprocess.Popen[bytes]], is_there: Callable[[], bool]
+) -> None:
     deadline = time.monotonic() + START_S
-    while kubectl(folder / "kubeconfig", "get", "--raw", "/readyz").returncode:
+    while not is_there():
         over = next((process for process in started if process.poll() is not None), None)
         if over is not None or time.monotonic() > deadline:
             tails = [log.read_text(errors="replace")[-1500:] for log in folder.glob("*.log")]
             raise RuntimeError(f"no API server within {START_S} s: {tails}")
         time.sleep(0.5)
+
+
+def _is_healthy(etcd: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{etcd}/health", timeout=5) as answer:
+            return json.load(answer)["health"] == "true"
+    except OSError:
+        return False
+
+
+def _is_ready(config: Path) -> bool:
+    try:
+        return kubectl(config, "get", "--raw", "/readyz").returncode == 0
+    except subprocess.TimeoutExpired:
+        return False  # a busy machine; the deadline is the caller's
 
 
 def kubectl(

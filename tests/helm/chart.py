@@ -27,7 +27,7 @@ CUSTOM_KINDS = (
     "monitoring.coreos.com/v1/PrometheusRule",
 )
 """What a cluster with KubeRay and the Prometheus operator offers."""
-HELM_S = 60
+HELM_S = 300
 
 
 class Refused(Exception):

@@ -48,6 +48,18 @@ def test_without_the_prometheus_operator_it_says_so(part: str):
         ({"redis": {"url": OUTSIDE["url"]}}, "set redis.enabled=false"),
         ({"redis": {"enabled": False}}, "set redis.url, or redis.existingSecret"),
         ({"redis": OUTSIDE}, "serve.gcsFaultTolerance.redisAddress=HOST:PORT"),
+        *(
+            (
+                {"serve": {"gcsFaultTolerance": {name: value}}},
+                "clear them, or set redis.enabled=false",
+            )
+            for name, value in (
+                ("redisAddress", "other:6379"),
+                ("username", "other"),
+                ("existingSecret", "other"),
+                ("passwordKey", "other"),
+            )
+        ),
         ({"learner": {"replicas": 2}}, "storage.runs.accessModes={ReadWriteMany}"),
         (
             {

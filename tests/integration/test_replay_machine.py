@@ -338,10 +338,12 @@ class RedisMachine(MemoryMachine):
         self.admin.close()
 
 
+@pytest.mark.timeout(900)
 def test_memory_keeps_every_rule_under_random_calls():
     run_state_machine_as_test(MemoryMachine, settings=RUN_OF_CALLS)
 
 
+@pytest.mark.timeout(900)
 def test_redis_keeps_every_rule_under_random_calls_and_restarts(tmp_path: Path):
     with scripts_on_our_clock(), EmbeddedRedis.start(tmp_path) as server:
         RedisMachine.servers = [server]

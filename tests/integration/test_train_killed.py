@@ -34,13 +34,18 @@ TWO_RANKS = ("--set", "learner.num_processes=2")
 NEVER_AGAIN = ("--set", "supervision.max_restarts=0")
 
 
-def learner(pids: dict[str, int]) -> int:
+def parent(pids: dict[str, int]) -> int:
+    """Of the learner: it only waits (processes/foster.py)."""
     return pids["learner"]
+
+
+def learner(pids: dict[str, int]) -> int:
+    return psutil.Process(pids["learner"]).children()[0].pid
 
 
 def rank(pids: dict[str, int]) -> int:
     """Of several, which torchrun starts within the learner's process."""
-    return psutil.Process(pids["learner"]).children()[0].pid
+    return psutil.Process(learner(pids)).children()[0].pid
 
 
 def serve(pids: dict[str, int]) -> int:
@@ -87,12 +92,13 @@ def answers(run: RunDirectory) -> bool:
     ("victim", "name", "settings"),
     [
         (learner, "learner", ()),
+        (parent, "learner", ()),
         (rank, "learner", TWO_RANKS),
         (serve, "serve", ()),
         (redis, "redis", ()),
         (api, "api", ()),
     ],
-    ids=["learner", "rank", "serve", "redis", "api"],
+    ids=["learner", "parent of the learner", "rank", "serve", "redis", "api"],
 )
 def test_a_killed_process_is_started_again_and_training_goes_on(
     leeway, tiny: Callable[[], Path], victim: Any, name: str, settings: tuple[str, ...]

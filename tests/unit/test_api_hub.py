@@ -152,7 +152,9 @@ async def test_a_resumption_at_an_earlier_step_tells_the_steps_behind_it_anew(re
         records.step = 8
         await until(listener, b'{"step":8}')
         records.step = 5
-        await until(listener, b'"step":5,')  # a status, that is: a look that shows it
+        status = await until(listener, b'"step":5,')  # a look that shows it
+        # Who was away comes back with the last id it got.
+        assert status.split(b"\n\n")[-2].startswith(b"id: 2-0.5\nevent: status")
         records.step = 8
         assert b'{"step":6}' in await until(listener, b'{"step":8}')
 

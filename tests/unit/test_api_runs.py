@@ -35,3 +35,9 @@ async def test_the_start_of_one_run_is_not_told_of_another(folder: Path):
 async def test_a_run_runs_while_its_processes_write(folder: Path, age_s: float, state: str):
     learner = {**SECTIONS["learner"], "updated_at": time.time() - age_s}
     assert (await run_of(folder, "demo", {**SECTIONS, "learner": learner}))["state"] == state
+
+
+async def test_what_the_api_itself_writes_keeps_no_run_alive(folder: Path):
+    now = {"lag_s": 0.0, "updated_at": time.time()}
+    assert (await run_of(folder, "demo", {**SECTIONS, "loop:api": now}))["state"] == "stopped"
+    assert (await run_of(folder, "demo", {**SECTIONS, "loop:learner": now}))["state"] == "running"

@@ -5,10 +5,10 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI
+from msgspec import structs
 
-from leeway.services.api.sweeps import SweepRow, sweeps_router
-from leeway.services.experiments.sweep_folder import SweepState
-from leeway.services.experiments.sweep_rows import Row
+from leeway.services.api.sweeps import sweeps_router
+from leeway.services.experiments.sweep_folder import SweepFolder, SweepState
 
 from .sweep_results import arm, leave
 
@@ -61,6 +61,25 @@ async def test_sweeps_come_in_pages_each_once(sweeps: Path):
     assert second["next"] is None
 
 
+async def test_a_sweep_that_changes_between_two_pages_comes_once(sweeps: Path):
+    state = SweepFolder(sweeps / "demo").read_state()
+    assert state is not None
+    async with client(sweeps) as api:
+        first = (await api.get("/v1/sweeps", params={"limit": 1})).json()
+        SweepFolder(sweeps / "begun").write_state(structs.replace(state, updated_at=9e9))
+        more = {"limit": 1, "cursor": first["next"]}
+        second = (await api.get("/v1/sweeps", params=more)).json()
+    assert [page["items"][0]["name"] for page in (first, second)] == ["begun", "demo"]
+
+
+@pytest.mark.parametrize("state", ["{", '{"name": 3}'])
+async def test_a_sweep_that_cannot_be_read_hides_no_other(sweeps: Path, state: str):
+    (sweeps / "begun" / "sweep.json").write_text(state)
+    async with client(sweeps) as api:
+        found = (await api.get("/v1/sweeps")).json()["items"]
+    assert [one["name"] for one in found] == ["demo"]
+
+
 async def test_one_sweep_says_what_it_has_found(sweeps: Path):
     async with client(sweeps) as api:
         found = (await api.get("/v1/sweeps/demo")).json()
@@ -103,7 +122,3 @@ async def test_a_page_has_a_size(sweeps: Path):
         for limit in ("0", "1001", "many"):
             answer = await api.get("/v1/sweeps/demo/rows", params={"limit": limit})
             assert answer.status_code == 422
-
-
-def test_the_body_of_a_row_has_the_fields_of_a_row():
-    assert list(SweepRow.model_fields) == list(Row.__struct_fields__)

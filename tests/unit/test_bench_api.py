@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from leeway.services.bench import api
-from leeway.services.bench.api import Bench, Pair, Worker, cost_of
+from leeway.services.bench.api import Bench, Pair, cost_of
 from leeway.services.bench.api_load import Answers, Ask, Burn, _burn
 
 ANSWERS = Answers([0.001, 0.002], 0, 500, 0.25)
@@ -29,6 +27,10 @@ class Scripted:
         self.told.append(what)
 
     def result(self, timeout_s: float) -> Any:
+        return next(self._results)
+
+    def cpu_s(self) -> float:
+        self.told.append("cpu")
         return next(self._results)
 
     @contextmanager
@@ -71,32 +73,3 @@ def test_who_stands_in_for_asking_takes_the_share_of_a_core_that_it_is_told():
     before = time.thread_time()
     _burn(Burn(seconds=0.2, share=0.5))
     assert 0.1 <= time.thread_time() - before < 0.2
-
-
-def test_a_stopped_process_takes_no_processor_time_until_it_goes_on():
-    worker = Worker(_wait)
-    try:
-        with worker.stopped():
-            assert _state_of(worker, "T") == "T"
-        assert _state_of(worker, "SRD") in "SRD"
-        worker.order("answer")
-        assert worker.result(60) == "answered"
-    finally:
-        worker.end()
-    assert worker.process.exitcode in (0, -signal.SIGKILL)
-
-
-def _wait(pipe: Any) -> None:
-    while pipe.recv() is not None:
-        pipe.send("answered")
-
-
-def _state_of(worker: Worker, wanted: str) -> str:
-    """As soon as it is one of `wanted`; a signal takes its time."""
-    file = Path(f"/proc/{worker.process.pid}/stat")
-    deadline = time.monotonic() + 60
-    while True:
-        state = file.read_text().rpartition(")")[2].split()[0]
-        if state in wanted or time.monotonic() > deadline:
-            return state
-        time.sleep(0.01)

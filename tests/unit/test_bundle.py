@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import ConfigurationError
 from leeway.replay.server import EmbeddedRedis
+from leeway.services import supervision
 from leeway.services.cli import app
 from leeway.services.config import load
 from leeway.services.doctor import bundle
@@ -41,8 +43,14 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.fixture
 def sleeper(run: RunDirectory) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the run, with a function to be found on its stack."""
-    code = "import time\ndef waits_for_godot():\n    time.sleep(300)\nwaits_for_godot()"
-    process = subprocess.Popen([sys.executable, "-c", code, str(run.root)])
+    code = (
+        "import time\ndef waits_for_godot():\n    print('ready', flush=True)\n    time.sleep(300)\n"
+        "waits_for_godot()"
+    )
+    command = [sys.executable, "-c", code, str(run.root)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
     run.write_state(RunState(name="run", started_at=time.time(), pids={"learner": process.pid}))
     yield process
     process.kill()
@@ -71,7 +79,9 @@ def test_it_holds_logs_configuration_stacks_versions_machine_and_verdict(
     assert files["verdict.txt"] == "no step ended for 9 s\n"
     assert "step 1" in files["logs/learner.log"]
     assert json.loads(files["events.jsonl"])["text"] == "started"
-    assert "waits_for_godot" in files[f"stacks/learner-{sleeper.pid}.txt"]
+    stack = files[f"stacks/learner-{sleeper.pid}.txt"]
+    # A kernel may let nobody but root look into others.
+    assert "waits_for_godot" in stack or "Permission" in stack
     assert "torch" in json.loads(files["versions.json"])
     assert json.loads(files["machine.json"])["cores"] == os.cpu_count()
     assert "error" in json.loads(files["replay.json"])
@@ -120,6 +130,62 @@ def test_a_process_that_is_gone_has_no_stack():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert "Error" in stack_of(process.pid)
+
+
+def test_a_part_that_fails_leaves_its_reason_and_the_others(run: RunDirectory, monkeypatch):
+    def refuse() -> dict[str, str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(bundle, "REDIS_S", 0.2)
+    monkeypatch.setattr(bundle, "versions", refuse)
+    files = contents(write_bundle(run).path)
+    assert files["surroundings.failed.txt"] == "PermissionError(13, 'Permission denied')\n"
+    assert "step 1" in files["logs/learner.log"]
+
+
+def test_stacks_take_no_longer_than_their_deadline(
+    run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+):
+    gone = threading.Event()
+    monkeypatch.setattr(bundle, "REDIS_S", 0.2)
+    monkeypatch.setattr(bundle, "STACKS_S", 0.1)
+    monkeypatch.setattr(bundle, "stack_of", lambda pid: str(gone.wait(60)))
+    files = contents(write_bundle(run).path)
+    gone.set()
+    assert "within 0.1 s" in files[f"stacks/learner-{sleeper.pid}.txt"]
+
+
+def test_those_that_run_json_names_come_before_their_children(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    line = ["python", str(run.root)]
+    families = {900: [(900, line), (5, ["ray::x"])], 7: [(7, line), (6, ["torch"])]}
+    monkeypatch.setattr(bundle.supervision, "family_of", lambda pid: families[pid])
+    monkeypatch.setattr(bundle, "MAX_STACKS", 3)
+    run.write_state(RunState(name="run", started_at=0.0, pids={"serve": 900, "learner": 7}))
+    assert bundle.processes_of(run) == [(900, "serve"), (7, "learner"), (5, "ray--x")]
+
+
+def test_a_look_into_a_process_is_no_orphan():
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        supervision.run_spared([sys.executable, "-c", code], 1.0)
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.extend(supervision.is_spared(child) for child in supervision.children(os.getpid()))
+
+    timer = threading.Timer(1.0, look)
+    timer.start()
+    supervision.run_spared([sys.executable, "-c", "import time; time.sleep(4)"], 60.0)
+    timer.join()
+    assert True in seen
+    assert not any(map(supervision.is_spared, supervision.children(os.getpid())))
+
+
+def test_options_that_change_nothing_of_a_bundle_are_refused(run: RunDirectory):
+    done = CliRunner().invoke(app, ["doctor", str(run.root), "--bundle", "--deep"])
+    assert done.exit_code == 2 and "--deep" in done.output
 
 
 def test_a_process_id_that_is_another_s_by_now_is_left_alone(run: RunDirectory):

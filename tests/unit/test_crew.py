@@ -15,7 +15,9 @@ from leeway.replay.errors import StoreUnavailable
 from leeway.replay.server import EmbeddedRedis
 from leeway.services import supervision
 from leeway.services.processes import crew as crews
-from leeway.services.processes.crew import Crew, RedisMember, Restarts, delay_s
+from leeway.services.processes import members
+from leeway.services.processes.crew import Crew, Restarts, delay_s
+from leeway.services.processes.members import Command, Pulse, RedisMember
 from leeway.services.supervision import ChildDied
 from leeway.services.supervision_config import SupervisionConfig
 
@@ -46,8 +48,9 @@ class Member:
         code = self._codes.pop(0)
         return ChildDied(f"the {self.name} process ended with {code}", code)
 
-    async def stop(self) -> None:
+    async def stop(self) -> int | None:
         self.stopped.append(self.name)
+        return None
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +224,117 @@ def test_the_children_of_this_process_are_found_with_their_dead():
         assert child.pid in [process.pid for process in supervision.children(os.getpid())]
     finally:
         child.wait()
+
+
+async def test_a_redis_that_cannot_be_told_is_in_the_way_of_no_restart():
+    asked = asyncio.Event()
+
+    async def never_told(sentence: str) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    crew, member = Crew(THREE, never_told), Member(-9, -9, name="redis")
+    crew.add(member)
+    watching = asyncio.create_task(crew.watch())
+    async with asyncio.timeout(60):
+        while member.num_starts < 2:
+            await asyncio.sleep(0.01)
+        await asked.wait()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_nobody_is_started_while_the_disk_is_full(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(crews, "OBSTACLE_LOOK_S", 0.01)
+    told: list[str] = []
+
+    async def tell(sentence: str) -> None:
+        told.append(sentence)
+
+    crew, member = Crew(THREE, tell), Member(1, name="redis")
+    looks = iter(["the disk was full", "the disk was full", None])
+    starts_seen: list[int] = []
+
+    def obstacle() -> str | None:
+        starts_seen.append(member.num_starts)
+        return next(looks, None)
+
+    crew.obstacle = obstacle
+    crew.add(member)
+    watching = asyncio.create_task(crew.watch())
+    async with asyncio.timeout(60):
+        while not told:
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert (starts_seen[:3], member.num_starts) == ([0, 0, 0], 1)
+    assert told == [
+        "the redis process ended with 1, when the disk was full; started again (1 of 3 times in "
+        "600 s)"
+    ]
+
+
+async def test_a_disk_that_stays_full_ends_the_run_and_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(crews, "OBSTACLE_LOOK_S", 0.01)
+    monkeypatch.setattr(crews, "OBSTACLE_S", 0.05)
+
+    async def tell(sentence: str) -> None:
+        return None
+
+    crew = Crew(THREE, tell)
+    crew.obstacle = lambda: "no space was left on the disk of runs/demo"
+    crew.add(Member(1, name="redis"))
+    with pytest.raises(ChildDied, match="no space was left on the disk of runs/demo for"):
+        await asyncio.wait_for(crew.watch(), 60)
+
+
+async def test_a_learner_that_failed_behind_its_results_has_not_finished():
+    async def tell(sentence: str) -> None:
+        return None
+
+    crew, member = Crew(THREE, tell), Member(1, 0)
+    crew.is_over = lambda name: True
+    crew.add(member)
+    await asyncio.wait_for(crew.watch(), 60)
+    assert (member.num_starts, crew.has_finished("learner")) == (1, True)
+
+
+def test_signs_of_life_that_stay_away_are_told_and_a_start_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now = 0.0
+    monkeypatch.setattr(members.time, "monotonic", lambda: now)
+    pulse = Pulse(tmp_path / "lives", 10.0)
+    now = 500.0
+    assert pulse.silence() is None, "it has not begun"
+    beat(pulse, 1)
+    assert pulse.silence() is None
+    now = 510.0
+    assert pulse.silence() is None
+    now = 511.0
+    said = "gave no sign of life for 11 s (supervision.silence_deadline_s = 10)"
+    assert pulse.silence() == said
+    # A step of 11 s was nothing wrong: from now on 44 s are waited for.
+    beat(pulse, 2)
+    assert pulse.silence() is None
+    now = 555.0
+    assert pulse.silence() is None
+    now = 556.0
+    assert pulse.silence() is not None
+
+
+def beat(pulse: Pulse, at: int) -> None:
+    pulse.file.touch()
+    os.utime(pulse.file, (at, at))
+
+
+async def test_a_process_without_a_pulse_is_ended_and_called_so(tmp_path: Path):
+    pulse = Pulse(tmp_path / "lives", 0.5)
+    code = "import os, pathlib, time; pathlib.Path(os.environ['LIVES']).touch(); time.sleep(300)"
+    (tmp_path / "hangs.py").write_text(code)
+    environment = {"LIVES": str(pulse.file), "PYTHONPATH": str(tmp_path)}
+    command = Command("learner", ["hangs"], tmp_path / "log", environment, grace_s=1.0, pulse=pulse)
+    await command.start()
+    died = await asyncio.wait_for(command.ended(), 60)
+    assert "gave no sign of life" in str(died) and not died.is_failure
+    assert command.pid is not None and not psutil.pid_exists(command.pid)

@@ -255,8 +255,8 @@ def test_the_page_names_every_metric_of_a_step():
 
 
 def names_written_by_the_learner() -> Iterator[str]:
-    """Keys of `line` in services/learning.py, beside those of StepMetrics."""
-    tree = ast.parse(read(ROOT / "services" / "learning.py"))
+    """Keys of `line` in services/step_records.py, beside those of StepMetrics."""
+    tree = ast.parse(read(ROOT / "services" / "step_records.py"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "line":
             yield ast.literal_eval(node.slice)

@@ -12,6 +12,7 @@ import pytest
 import typer.main
 
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.server import EmbeddedRedis
 from leeway.services import cli, dry_run
 
 TORCH = '[policy]\nbackend = "torch"\nmax_model_len = 512\n[rollout]\ngroup_size = 4\n'
@@ -77,6 +78,37 @@ def test_a_rollout_that_could_not_be_written_is_refused(
         code, said, err = leeway("rollout", "t.toml", "--num-groups", "1", "--out", out, *more)
         assert (code, said) == (2, "")
         assert words in err
+
+
+def test_the_plan_of_an_api_has_its_address_and_needs_no_file_of_the_run(
+    leeway: Said,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    (tmp_path / "t.toml").write_text('[search]\ncorpus = "nowhere.jsonl"\n')
+    options = ("--run-dir", "demo", "--host", "0.0.0.0", "--port", "8123", "--dry-run", "--json")
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as redis:
+        monkeypatch.setenv("LEEWAY_REDIS_URL", redis.url)
+        code, out, err = leeway("api", "t.toml", *options)
+    assert code == 0, err
+    assert json.loads(out)["api"] | {"host": "0.0.0.0", "port": 8123} == json.loads(out)["api"]
+
+
+@pytest.mark.parametrize("command", ["learn", "serve", "api"])
+@pytest.mark.parametrize(
+    ("run_dir", "words"), [("file/demo", "cannot be written"), ("a b", "must be 1 to 100 letters")]
+)
+def test_a_run_directory_that_cannot_be_is_refused_by_a_plan_too(
+    leeway: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, run_dir: str,
+    words: str,
+):  # fmt: skip
+    monkeypatch.setenv("LEEWAY_REDIS_URL", f"unix://{tmp_path}/none.sock")
+    (tmp_path / "t.toml").write_text(TORCH)
+    (tmp_path / "file").write_text("")
+    code, out, err = leeway(command, "t.toml", "--run-dir", run_dir, "--dry-run")
+    assert (code, out) == (2, "")
+    assert words in err
 
 
 def test_an_evaluation_says_what_is_left_to_play(leeway: Said):

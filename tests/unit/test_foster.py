@@ -19,7 +19,9 @@ import os, signal, subprocess, sys, time
 from leeway.services.processes.foster import fork_below
 
 print(os.getpid(), flush=True)
-fork_below()
+fork_below(1.0)
+if sys.argv[1] == "hangs":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if sys.argv[1] == "listens":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 # A daemon in a session of its own, whose parent is gone at once.
@@ -46,6 +48,7 @@ victim, number = {
     "ends": (None, None),
     "works": (worker, signal.SIGKILL),
     "listens": (called.pid, signal.SIGTERM),
+    "hangs": (called.pid, signal.SIGTERM),
     "waits": (called.pid, signal.SIGKILL),
 }[sys.argv[2]]
 if victim:
@@ -78,10 +81,17 @@ def can_isolate() -> bool:
         ("ends", 5, False),
         ("works", -9, False),
         ("listens", 7, False),
+        ("hangs", -9, False),
         # The worker is told; a daemon that it does not end itself is left to init.
         ("waits", -9, True),
     ],
-    ids=["ends by itself", "worker killed", "told to stop", "waiting parent killed"],
+    ids=[
+        "ends by itself",
+        "worker killed",
+        "told to stop",
+        "told and hanging",
+        "waiting parent killed",
+    ],
 )
 def test_all_that_a_command_started_ends_with_it_and_nothing_else(manner, code, is_daemon_left):
     scene = [*ISOLATED, sys.executable, "-c", SCENE, COMMAND, manner]

@@ -19,7 +19,8 @@ from leeway.replay.store import Lease, Slot
 from leeway.replay.synthetic import build_group
 from leeway.services.config import load
 from leeway.services.layout import create_run
-from leeway.services.learning import End, LearnerProcess
+from leeway.services.learner_orders import End
+from leeway.services.learning import LearnerProcess
 
 RATE, BOUND, STEPS = "learner.learning_rate", "learner.max_grad_norm", "learner.num_steps"
 BEFORE = [

@@ -8,7 +8,8 @@ from leeway.replay.errors import StalenessViolation, WaitTimeout
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease, Slot
 from leeway.replay.synthetic import build_group
-from leeway.services.learning import check_staleness, until_training
+from leeway.services.beginning import until_training
+from leeway.services.learning import check_staleness
 
 
 def lease(learner_version: int, *versions: int) -> Lease:

@@ -145,3 +145,65 @@ def test_without_a_terminal_a_step_is_one_line(monkeypatch: pytest.MonkeyPatch):
             display.update(Status(run=Run(phase="training", step=step)))
     lines = out.getvalue().splitlines()
     assert lines == [f"00:00 training step {step}/-" for step in (1, 2, 2)]
+
+
+WATCHED: dict[str, dict[str, Any]] = {
+    "run": {"started_at": 100.0},
+    "watchdog": {
+        "waits": "learner waits for 12 groups",
+        "verdict": None,
+        "stages": [{"name": "learner", "idle_s": 901.0, "deadline_s": 3600.0}],
+        "updated_at": 1000.0,
+    },
+    "loop:serve": {"lag_s": 1.204, "pid": 7, "updated_at": 1000.0},
+    "loop:learner": {"lag_s": 9.0, "pid": 8, "updated_at": 1000.0},
+    "loop:api": {"lag_s": 0.1, "pid": 9, "updated_at": 900.0},
+}
+VERDICT = {**WATCHED["watchdog"], "verdict": "no step ended for 3,601 s"}
+
+
+def test_what_the_watchdog_saw_last_is_part_of_the_status():
+    seen = build_snapshot(WATCHED, None, now=1010.0).watchdog
+    assert seen is not None
+    assert (seen.waits, seen.verdict) == ("learner waits for 12 groups", None)
+    assert [(stage.name, stage.idle_s) for stage in seen.stages] == [("learner", 901.0)]
+
+
+def test_a_watchdog_that_has_not_looked_for_a_while_says_nothing():
+    assert build_snapshot(WATCHED, None, now=1020.0).watchdog is None
+
+
+@pytest.mark.parametrize(("started_at", "is_told"), [(100.0, True), (1001.0, False)])
+def test_a_verdict_outlives_the_watchdog_but_not_the_next_start(started_at: float, is_told: bool):
+    sections = {**WATCHED, "run": {"started_at": started_at}, "watchdog": VERDICT}
+    seen = build_snapshot(sections, None, now=5000.0).watchdog
+    assert (seen is not None) == is_told
+    assert seen is None or seen.verdict == VERDICT["verdict"]
+
+
+def test_event_loops_of_processes_that_live_are_told_by_name():
+    loops = build_snapshot(WATCHED, None, now=1010.0).loops
+    assert [(loop.process, loop.lag_s, loop.pid) for loop in loops] == [
+        ("learner", 9.0, 8),
+        ("serve", 1.204, 7),
+    ]
+
+
+def test_the_table_says_who_waits_now_what_stands_still_and_which_loop_is_late():
+    shown = text_of(build_snapshot(WATCHED, None, now=1010.0))
+    assert "learner waits for 12 groups" in shown
+    assert "learner: no progress for 901 s; the run ends at 3,600 s" in shown
+    # That of the learner is late by a step each time.
+    assert "event loops woke late in the last minute: serve 1.20 s " in shown
+
+
+def test_a_stage_that_has_used_up_little_of_its_deadline_is_not_told():
+    stage = {"name": "learner", "idle_s": 899.0, "deadline_s": 3600.0}
+    sections = {**WATCHED, "watchdog": {**WATCHED["watchdog"], "stages": [stage]}}
+    assert "no progress" not in text_of(build_snapshot(sections, None, now=1010.0))
+
+
+def test_the_table_and_a_plain_line_say_why_the_watchdog_ended_the_run():
+    snapshot = build_snapshot({**WATCHED, "watchdog": VERDICT}, None, now=1010.0)
+    assert "no step ended for 3,601 s" in text_of(snapshot)
+    assert progress_line(snapshot).endswith("ended by the watchdog: no step ended for 3,601 s")

@@ -140,6 +140,13 @@ def sections() -> dict[str, dict[str, Any]]:
             "num_in_flight": 4,
             "updated_at": NOW,
         },
+        "watchdog": {
+            "waits": "nobody waits",
+            "verdict": None,
+            "stages": [{"name": "learner", "idle_s": 12.5, "deadline_s": 3600.0}],
+            "updated_at": NOW,
+        },
+        "loop:serve": {"lag_s": 0.25, "pid": 7, "updated_at": NOW},
         "eval": {
             "before": {"step": 0, "scores": {"exact_match": 0.3}},
             "history": [{"step": 5, "scores": {"exact_match": 0.8}}],
@@ -218,6 +225,20 @@ def test_a_silent_worker_is_gone():
     late = expose(now=NOW + 16)
     assert value(late, "leeway_rollout_workers") == 0
     assert "leeway_rollout_turns_total{" not in late
+
+
+def test_the_watchdog_is_told_by_stage_and_event_loops_by_process():
+    text = expose()
+    assert value(text, "leeway_watchdog_idle_seconds", stage="learner") == 12.5
+    assert value(text, "leeway_watchdog_deadline_seconds", stage="learner") == 3600
+    assert value(text, "leeway_watchdog_verdict") == 0
+    assert value(text, "leeway_event_loop_lag_seconds", process="serve") == 0.25
+
+
+def test_a_verdict_is_told_after_the_watchdog_has_ended():
+    board = sections()
+    board["watchdog"]["verdict"] = "no step ended for 3,601 s"
+    assert value(expose(board, now=NOW + 999), "leeway_watchdog_verdict") == 1
 
 
 def test_the_buffer_is_told_by_state_reason_and_staleness():

@@ -33,6 +33,14 @@ from leeway.services.redaction import (
         ('{"token": "abc", "n": 3}', '{"token": "***", "n": 3}'),
         (r'"{\"password\": \"abc\"}"', r'"{\"password\": \"***\"}"'),
         ("AWS_SECRET_ACCESS_KEY=abc", "AWS_SECRET_ACCESS_KEY=***"),
+        (r'password = "ab\"cd" n = 1', 'password = "***" n = 1'),
+        ('password = "cut off', "password = ***"),
+        ("x --password hunter22 --api-key=k1 --port 3", "x --password *** --api-key=*** --port 3"),
+        ("with sk-0123456789abcdefXYZ, hf_0123456789abcdefXYZ", "with ***, ***"),
+        (
+            '{"accessToken": "a", "clientSecret": "b"}',
+            '{"accessToken": "***", "clientSecret": "***"}',
+        ),
         ("requirepass abc", "requirepass ***"),
         ("user leeway on >abcdefgh ~leeway:* +get", "user leeway on >*** ~leeway:* +get"),
         (
@@ -52,6 +60,10 @@ def test_what_has_the_form_of_a_secret_is_masked(text: str, shown: str):
         "stop_token = '</s>', num_tokens=5, prompt_tokens: 7",
         "see http://127.0.0.1:8000/v1/status",
         "step 3: reward=0.5 kl=0.1",
+        "api.auth = false with api.host",
+        "leeway train --resume runs/demo --json",
+        "public_key = abc, cache_key: x",
+        "hf_home task-sk-learn",
     ],
 )
 def test_what_is_no_secret_stays(text: str):
@@ -79,6 +91,22 @@ def test_the_longer_of_two_secrets_goes_first():
         ("LEEWAY_API_READ_TOKEN", True),
         ("OTEL_EXPORTER_OTLP_HEADERS", True),
         ("HF_TOKEN", True),
+        ("REDISCLI_AUTH", True),
+        ("PGPASSWORD", True),
+        ("SSHPASS", True),
+        ("OPENAI_KEY", True),
+        ("AZURE_OPENAI_KEY", True),
+        ("ENCRYPTION_KEY", True),
+        ("GITHUB_PAT", True),
+        ("NPM_CONFIG__AUTH", True),
+        ("DOCKER_AUTH_CONFIG", True),
+        ("SLACK_WEBHOOK_URL", True),
+        ("accessToken", True),
+        ("clientSecret", True),
+        ("stopToken", False),
+        ("primary_key", False),
+        ("MONKEY", False),
+        ("bypass", False),
         ("stop_token", False),
         ("num_tokens", False),
         ("PATH", False),
@@ -96,9 +124,14 @@ def test_values_keep_their_form():
 
 def test_the_environment_is_shown_without_its_secrets():
     shown = redacted_environment(
-        {"PATH": "/bin", "HF_TOKEN": "hf_12345678", "COMMAND": "curl -u hf_12345678"}
+        {"PATH": "/bin:hf_12345678", "HF_TOKEN": "hf_12345678", "MY_TEAM": "x", "EMPTY": ""}
     )
-    assert shown == {"PATH": "/bin", "HF_TOKEN": "***", "COMMAND": "curl -u ***"}
+    assert shown == {
+        "PATH": "/bin:***",
+        "HF_TOKEN": "***",
+        "MY_TEAM": "(set, not shown)",
+        "EMPTY": "",
+    }
 
 
 def test_secrets_of_a_run_are_those_of_its_private_files_and_of_the_environment(tmp_path: Path):

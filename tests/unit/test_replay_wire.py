@@ -103,6 +103,66 @@ def test_replies_do_not_depend_on_how_they_are_cut_up(replies, sizes):
     assert asyncio.run(play()) == replies
 
 
+async def test_a_row_of_large_texts_that_has_come_is_read_at_once():
+    """One turn of the event loop for all of them, where the link is a plain socket."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    parser, transport = WireParser(65536), Transport()
+    of_socket = {"socket": near}
+    transport.get_extra_info = of_socket.get  # type: ignore[method-assign]
+    parser.on_connect(SimpleNamespace(_writer=SimpleNamespace(transport=transport)))  # type: ignore[arg-type]
+    replies = [os.urandom(size) for size in (2 * SMALL_BYTES, SMALL_BYTES, 3, 2 * SMALL_BYTES)]
+    far.sendall(b"".join(map(as_sent, replies)))
+    waiting = parser.exchange([b"x"], len(replies), SILENCE_S)
+    task = asyncio.ensure_future(waiting)
+    await asyncio.sleep(0)
+    transport.protocol.buffer_updated(near.recv_into(transport.protocol.get_buffer(-1)))
+    assert await task == replies
+    assert not await parser.can_read()
+    near.close()
+    far.close()
+
+
+@settings(deadline=None)
+@given(st.lists(TEXT, min_size=1, max_size=6), st.lists(st.integers(1, 30_000), min_size=1))
+def test_nor_on_a_plain_socket_where_more_comes_than_was_announced(replies, sizes):
+    async def play() -> list[Any]:
+        near, far = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=near)
+        parser = WireParser(65536)
+        parser.on_connect(SimpleNamespace(_writer=writer))  # type: ignore[arg-type]
+        waiting = asyncio.ensure_future(parser.exchange([b"x"], len(replies), 60.0))
+        far.setblocking(False)
+        data, k = b"".join(map(as_sent, replies)), 0
+        while data:
+            size = sizes[k % len(sizes)]
+            await asyncio.get_running_loop().sock_sendall(far, data[:size])
+            await asyncio.sleep(0)
+            data, k = data[size:], k + 1
+        received = await waiting
+        writer.close()
+        far.close()
+        return received
+
+    assert asyncio.run(play()) == replies
+
+
+async def test_a_link_that_ends_within_a_row_ends_the_wait():
+    near, far = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=near)
+    parser = WireParser(65536)
+    parser.on_connect(SimpleNamespace(_writer=writer))  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(parser.exchange([b"x"], 2, 60.0))
+    await asyncio.sleep(0)
+    assert far.recv(1) == b"x"
+    text = os.urandom(2 * SMALL_BYTES)
+    far.sendall(as_sent(text) + as_sent(text)[:-9])
+    far.close()
+    with pytest.raises(redis.exceptions.ConnectionError, match="closed by server"):
+        await waiting
+    writer.close()
+
+
 async def test_an_error_is_a_reply_among_others():
     parser, transport = connected()
     waiting = asyncio.ensure_future(parser.exchange([b"x"], 3, SILENCE_S))

@@ -158,7 +158,15 @@ def test_the_line_names_no_family_of_commands_and_no_foreign_key():
 
 
 @pytest.mark.parametrize(
-    "password", ["short", "with a space in it", "line\nend-and-more-of-it", ""]
+    "password",
+    [
+        "short",
+        "with a space in it",
+        "line\nend-and-more-of-it",
+        'a-"quote"-in-the-middle',
+        "an-apostrophe's-password",
+        "",
+    ],
 )
 def test_a_password_that_would_end_its_word_is_refused(password: str):
     with pytest.raises(ConfigurationError, match="at least 16 printable ASCII"):

@@ -25,11 +25,13 @@ from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 from leeway.replay.synthetic import build_group
 from leeway.services import cli
-from leeway.services.layout import RunDirectory
-from leeway.services.soak.judging import as_keys, judge_file, worst_first
+from leeway.services.config import load
+from leeway.services.layout import RunDirectory, create_run
+from leeway.services.soak import run as runs
+from leeway.services.soak.judging import RULES, as_keys, judge_file, worst_first
 from leeway.services.soak.processes import process_figures
 from leeway.services.soak.roles import role_of
-from leeway.services.soak.run import check_times
+from leeway.services.soak.run import SoakedRunEnded, check_times, code_words, soak
 from leeway.services.soak.samples import Figure, SampleFile, read_samples
 from leeway.services.soak.services import disk_figures, ray_figures, redis_figures, step_figures
 from leeway.services.soak.slopes import Slope, block_medians, slope_of, verdict_of
@@ -169,13 +171,27 @@ def test_what_leaks_is_told_from_what_is_flat_and_from_what_grows_by_design(tmp_
     assert (keys["num_grows"], keys["num_flat"], keys["warm_up_minutes"]) == (1, 1, 20.0)
 
 
+def everything(n: int, **values: float) -> list[Figure]:
+    """One constant figure of each measure that is judged; some replaced."""
+    return [Figure("engine", r.measure, values.get(r.measure, 5.0)) for r in RULES]
+
+
 def test_growth_during_the_warm_up_is_not_judged(tmp_path: Path):
     def settles(n: int) -> list[Figure]:
-        return [Figure("engine", "own_bytes", min(n, 100) * 10 * MB)]
+        return everything(n, own_bytes=min(n, 100) * 10 * MB)
 
     path = write(tmp_path / "samples.csv", 480, settles)
     assert judge_file(path, None).is_flat
     assert not judge_file(path, 0.0).is_flat
+
+
+def test_what_was_never_measured_is_not_flat(tmp_path: Path):
+    def without_actors(n: int) -> list[Figure]:
+        return [figure for figure in everything(n) if figure.measure != "actors"]
+
+    report = judge_file(write(tmp_path / "samples.csv", 480, without_actors), None)
+    assert (report.missing, report.is_flat) == (["actors"], False)
+    assert as_keys(report)["missing"] == ["actors"]
 
 
 def test_a_line_that_is_still_written_is_left_out(tmp_path: Path):
@@ -365,10 +381,42 @@ def test_judging_a_leak_prints_a_line_and_exits_with_1(tmp_path: Path):
 
 
 def test_judging_what_is_flat_exits_with_0(tmp_path: Path):
-    path = write(tmp_path / "s.csv", 480, lambda n: [Figure("learner", "threads", 5)])
+    path = write(tmp_path / "s.csv", 480, everything)
     done = CliRunner().invoke(cli.app, ["soak", "--judge", str(path)])
     assert done.exit_code == 0
-    assert "1 flat, 0 grow, 0 undecided" in done.stdout
+    assert f"{len(RULES)} flat, 0 grow, 0 undecided" in done.stdout
+
+
+def test_judging_what_was_not_measured_exits_with_1_and_names_it(tmp_path: Path):
+    path = write(tmp_path / "s.csv", 480, lambda n: everything(n)[1:])
+    done = CliRunner().invoke(cli.app, ["soak", "--judge", str(path)])
+    assert done.exit_code == 1
+    assert "not measured, so undecided: memory of its own" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(3, "ended with exit code 3"), (-9, "ended with signal SIGKILL"), (None, "it was killed")],
+)
+def test_how_a_soaked_run_ended_is_told(code: int | None, words: str):
+    assert words in code_words(code)
+
+
+async def test_a_run_that_fails_when_it_is_stopped_is_no_good_soak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Watch:
+        def __init__(self, *_: object) -> None: ...
+
+        async def until_first_step(self) -> None: ...
+
+        async def for_minutes(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(runs, "Watch", Watch)
+    monkeypatch.setattr(runs, "_end", lambda child: child.kill() or child.wait())
+    made = create_run(load(None, [f'directory="{tmp_path}"']))
+    with pytest.raises(SoakedRunEnded, match=r"stopped after the soak and ended with signal"):
+        await soak(load(None, []), made, 1.0, 1.0)
 
 
 def test_a_file_and_samples_are_not_given_together(tmp_path: Path):

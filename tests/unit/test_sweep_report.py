@@ -88,7 +88,7 @@ def test_the_page_says_what_was_found_and_how(page: str):
 def test_the_rows_are_the_same_in_csv_and_parquet(folder: SweepFolder):
     report = folder.report
     rows = pyarrow.parquet.read_table(report / "rows.parquet")
-    assert rows.column_names == list(Row.__struct_fields__)
+    assert rows.column_names == list(Row.model_fields)
     assert rows.num_rows == 11
     from_csv = pyarrow.csv.read_csv(report / "rows.csv")
     assert from_csv["score"].to_pylist() == rows["score"].to_pylist()

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -268,3 +269,33 @@ def test_group_that_nobody_joins_fails_within_its_deadline():
     with pytest.raises(TransferError, match=r"rank 0 of 2 could not join .* within 0.5 s"):
         transfer.build_group(store, 0, 2, CPU, 0.5)
     assert time.monotonic() - began < 3
+
+
+def listeners() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections()
+    return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_store_of_one_machine_listens_on_loopback_alone():
+    before = listeners()
+    store = transfer.build_store(transfer.LOOPBACK, 0, True, 30)
+    assert listeners() - before == {(transfer.LOOPBACK, store.port)}
+    other = transfer.build_store(transfer.LOOPBACK, store.port, False, 30)
+    other.set("from", "there")
+    assert store.get("from") == b"there"
+
+
+def test_a_port_of_loopback_that_is_taken_is_refused_in_a_sentence():
+    store = transfer.build_store(transfer.LOOPBACK, 0, True, 30)
+    with pytest.raises(TransferError, match=r"no rendezvous at 127\.0\.0\.1:"):
+        transfer.build_store(transfer.LOOPBACK, store.port, True, 30)
+
+
+@pytest.mark.parametrize(("interface", "stays"), [("lo", True), ("eth0", False), (None, False)])
+def test_gloo_on_the_loopback_interface_keeps_weights_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, interface: str | None, stays: bool
+):
+    monkeypatch.delenv(transfer.INTERFACE, raising=False)
+    if interface is not None:
+        monkeypatch.setenv(transfer.INTERFACE, interface)
+    assert transfer.stays_on_this_machine() is stays

@@ -132,6 +132,7 @@ def test_the_chain_of_waits_is_one_sentence():
             {"sections": {"loop:serve": {"updated_at": 999.0, "lag_s": 12.0}}},
             "the event loop of serve was held up for 12.0 s",
         ),
+        ({"sections": {"loop:learner": {"updated_at": 999.0, "lag_s": 12.0}}}, "nobody waits"),
         ({"sections": {"policy:engine-1": {"updated_at": 900.0}}}, "no engine lives"),
     ],
 )
@@ -226,4 +227,4 @@ async def test_it_ends_with_its_sentence_also_where_no_evidence_can_be_collected
         raise OSError("the disk is full")
 
     sentence = await ended(Board(), bundle, monkeypatch)
-    assert sentence.endswith("no evidence could be collected (the disk is full)")
+    assert sentence.endswith("no evidence could be collected (OSError('the disk is full'))")

@@ -23,6 +23,11 @@ Included once, by configmap.yaml. */}}
 {{- fail "with an outside Redis Ray needs its address too: set serve.gcsFaultTolerance.redisAddress=HOST:PORT, or serve.gcsFaultTolerance.enabled=false to lose the Ray cluster with its head" -}}
 {{- end -}}
 {{- end -}}
+{{- with $v.serve.gcsFaultTolerance -}}
+{{- if and $v.serve.enabled .enabled $v.redis.enabled (or .redisAddress .username .existingSecret .passwordKey) -}}
+{{- fail "serve.gcsFaultTolerance.redisAddress, username, existingSecret and passwordKey are of an outside Redis, while redis.enabled starts one, which Ray uses too: clear them, or set redis.enabled=false" -}}
+{{- end -}}
+{{- end -}}
 {{- $isShared := or $v.storage.runs.existingClaim (has "ReadWriteMany" $v.storage.runs.accessModes) -}}
 {{- if and $v.learner.enabled (gt (int $v.learner.replicas) 1) (not $isShared) -}}
 {{- fail "every learner pod reads the checkpoints, so learner.replicas above 1 needs one volume for all: set storage.runs.accessModes={ReadWriteMany}, or storage.runs.existingClaim to such a claim" -}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -72,15 +73,16 @@ class Readiness:
         self._served = served
         self._engines: Sequence[EngineRecord] = ()
         self._looked_at = self._ready_at = float("-inf")
+        self._looking = asyncio.Lock()
 
     async def reasons(self) -> list[str]:
         """Why not; none when it can. Raises StoreUnavailable."""
         look = await self._served.reader.look()
-        now = time.monotonic()
-        if now - self._looked_at > REFRESH_S:
-            async with answer_deadline():
+        async with answer_deadline(), self._looking:
+            if time.monotonic() - self._looked_at > REFRESH_S:
                 self._engines = await self._served.engines()
-            self._looked_at = now
+                self._looked_at = time.monotonic()
+        now = time.monotonic()
         found = reasons_against(look, self._engines, self._served.config.replay.max_staleness)
         if not found:
             self._ready_at = now

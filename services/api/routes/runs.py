@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Query, Request, Response
@@ -16,12 +15,14 @@ from leeway.services.api.examples import example
 from leeway.services.api.models import Status
 from leeway.services.api.reader import Look
 from leeway.services.api.resources import Page, RunItem
-from leeway.services.api.served import Served
+from leeway.services.api.served import PROCESS, Served
 from leeway.services.api.tags import answer
 from leeway.services.layout import RunDirectory
 from leeway.services.snapshot import SILENT_S
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+OWN_LOOP: Final = f"loop:{PROCESS}"
+"""The section that this API writes, however long the run has been over."""
+NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
 class _Summary(msgspec.Struct, frozen=True):
@@ -37,7 +38,7 @@ def runs_router(served: Served) -> APIRouter:
 
     @router.get("/status", response_model=Status, responses=example("status"))
     async def status(request: Request) -> Response:
-        """The run at this moment; at most a quarter of a second old."""
+        """The run at this moment; at most half a second old."""
         look = await served.reader.look()
         return answer(request.headers, look.body, look.tag)
 
@@ -108,11 +109,11 @@ def _item(served: Served, look: Look, name: str) -> RunItem:
 
 
 def _is_alive(look: Look) -> bool:
-    """Whether any process of the run has written to its board a moment ago."""
+    """Whether any process of the run but this one has written to its board a moment ago."""
     return any(
         time.time() - section.get("updated_at", 0.0) <= SILENT_S
-        for section in look.sections.values()
-        if isinstance(section, Mapping)
+        for name, section in look.sections.items()
+        if name != OWN_LOOP
     )
 
 

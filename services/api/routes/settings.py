@@ -13,9 +13,11 @@ from leeway.services.api.problems import documented, validating
 from leeway.services.api.reader import Look, answer_deadline
 from leeway.services.api.resources import SettingInfo, Settings, SettingsChange
 from leeway.services.api.served import Served
+from leeway.services.api.tags import names
 from leeway.services.config import RunConfig
 from leeway.services.live_settings import LIVE_KEYS, bounds_of, changed, text_of, value_of
 
+PATH: Final = "/v1/settings"
 NUM_TRIES: Final = 10
 """How often a change is tried anew when somebody else was faster."""
 
@@ -65,10 +67,9 @@ async def _change(
     served: Served, values: Mapping[str, float], if_match: str | None
 ) -> LiveSettings:
     """Check the sum of what stands and `values`, and write it if that still stands."""
-    wanted = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
     for _ in range(NUM_TRIES):
         before = await _stored(served)
-        if wanted is not None and not wanted & {"*", tag_of(before)}:
+        if if_match is not None and not names(if_match, tag_of(before)):
             raise HTTPException(412, "the settings are others by now; read them again")
         with validating():
             changed(served.config, {**before.values, **values})

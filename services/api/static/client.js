@@ -18,6 +18,10 @@ export class ApiError extends Error {
   get isGone() {
     return this.status === 0 || this.status === 502 || this.status === 504;
   }
+  /** Nothing is wrong with the request: asked again, it may be answered. */
+  get isPassing() {
+    return this.isGone || this.status === 429 || this.status === 503;
+  }
 }
 
 /** What an answer that is no success says: the detail of its problem+json, or its status. */

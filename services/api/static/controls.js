@@ -91,7 +91,7 @@ export class Controls {
       while (isOpen(answer)) {
         told(answer.detail);
         await new Promise(resolve => setTimeout(resolve, ASK_AGAIN_MS));
-        answer = await this.client.get(`control/${action.name}`);
+        answer = await stateOf(this.client, action, answer);
       }
       told(answer.state === 'done' ? answer.detail : `${answer.state}: ${answer.detail}`);
     } catch (error) {
@@ -100,6 +100,16 @@ export class Controls {
       this.busy.delete(action.name);
       this.buttons.get(action.name).disabled = false;
     }
+  }
+}
+
+/** Where a request stands now. What cannot be read at the moment stands where it stood. */
+async function stateOf(client, action, before) {
+  try {
+    return await client.get(`control/${action.name}`);
+  } catch (error) {
+    if (!error.isPassing) throw error;
+    return before;
   }
 }
 

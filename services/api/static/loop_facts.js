@@ -103,13 +103,14 @@ export function waitArrows(status) {
 
 /** The picture in one sentence, for who cannot see it. */
 export function inWords(status) {
-  const {run, replay, waits} = status;
+  const {run, replay, waits, watchdog} = status;
+  const now = watchdog?.waits ?? waits.sentence;
   const buffer = replay
     ? `${plural(replay.num_slots, 'group')} in play, ${replay.num_ready} ready, ` +
       `${replay.num_leased} at the learner`
     : 'the buffer is not known yet';
   return (
     `Loop at step ${run.step}: ${buffer}; engines at version ${versionSpan(status.engines)}` +
-    `${waits.sentence ? `; ${waits.sentence}` : ''}.`
+    `${now ? `; ${now}` : ''}.`
   );
 }

@@ -14,6 +14,7 @@ import {Sweeps} from './sweeps.js';
 import {followTheme} from './theme.js';
 import {forgetToken, keepToken, readToken} from './token.js';
 import {Trajectories} from './trajectories.js';
+import {showWatch} from './watch.js';
 
 const STEPS_AT_ONCE = 1000;
 
@@ -49,6 +50,7 @@ function drawStatus() {
   showTiles(store.status);
   drawLoop(at('loop'), store.status);
   showWaits(store.status);
+  showWatch(store.status);
   showEngines(store.status);
   showBuffer(store.status);
   controls.show(store.status);

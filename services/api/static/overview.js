@@ -167,10 +167,7 @@ const WHOM = {
 };
 
 export function showWaits({waits, replay}) {
-  say(
-    at('waits'),
-    waits.sentence ? `${waits.sentence[0].toUpperCase()}${waits.sentence.slice(1)}.` : '',
-  );
+  say(at('waits'), waits.sentence ? `In the last half minute: ${waits.sentence}.` : '');
   const links = (replay?.waits ?? []).map(link => {
     const who =
       link.waiter === 'rollout' ? plural(link.num_waiting, 'rollout worker') : 'The learner';

@@ -30,6 +30,8 @@ const UNKNOWN = {
   staleness: {mean: null, max: null, max_seen: null, bound: null},
   replay: null,
   waits: {learner_for_data: null, rollouts_for_room: null, sentence: '', refusal: null},
+  watchdog: null,
+  loops: [],
   eval: {before: null, latest: null, latest_step: null},
 };
 

@@ -7,11 +7,20 @@ import {isDrawn, mark, NUM_COLOURS, sweepChart} from './sweep_chart.js';
 const ASK_AGAIN_MS = 10_000;
 const SWEEPS_AT_ONCE = 200;
 const ROWS_AT_ONCE = 500;
-/** The newest ones; as many as the API gives at once. */
-const MAX_SWEEPS = 200;
 const HASH = '#sweep=';
 
 const KIND = {done: 'done', running: '', scanning: '', stopped: 'paused', interrupted: 'bad'};
+
+/** Every item of a list, page by page. */
+async function readAll(client, path, limit) {
+  const found = [];
+  for (let cursor = null; ; ) {
+    const page = await client.get(path, {cursor, limit});
+    found.push(...page.items);
+    cursor = page.next;
+    if (cursor === null) return found;
+  }
+}
 
 export class Sweeps {
   constructor() {
@@ -22,6 +31,8 @@ export class Sweeps {
     this.shown = null;
     this.hidden = new Set();
     this.timer = null;
+    /** Counts who looks, so that only the newest does. */
+    this.watch = 0;
     addEventListener('hashchange', () => this.followHash(true));
     new ResizeObserver(() => this.drawChart()).observe(at('sweep'));
   }
@@ -30,34 +41,34 @@ export class Sweeps {
   allow(client) {
     this.client = client;
     clearTimeout(this.timer);
-    this.look();
+    this.watch += 1;
+    this.look(this.watch);
   }
 
-  async look() {
-    const client = this.client;
+  async look(watch) {
     if (document.visibilityState === 'visible') {
       try {
-        const {items} = await client.get('sweeps', {limit: SWEEPS_AT_ONCE});
-        if (client !== this.client) return;
-        await this.take(items);
+        const items = await readAll(this.client, 'sweeps', SWEEPS_AT_ONCE);
+        if (watch !== this.watch) return;
+        await this.take(items.sort((a, b) => b.updated_at - a.updated_at));
       } catch (error) {
-        if (client !== this.client) return;
+        // Without a token that is taken nobody looks; another one begins anew.
+        if (watch !== this.watch || error.isRefused) return;
         // The page says elsewhere that the API is away; what is shown is the last known state.
         if (error.status) this.explain(`The sweeps cannot be read: ${error.message}`);
       }
     }
-    if (client === this.client) this.timer = setTimeout(() => this.look(), ASK_AGAIN_MS);
+    if (watch === this.watch) this.timer = setTimeout(() => this.look(watch), ASK_AGAIN_MS);
   }
 
   async take(items) {
-    const before = this.items.find(item => item.name === this.current)?.updated_at;
     this.items = items;
     at('sweeps').hidden = items.length === 0;
     this.drawList();
     if (!items.some(item => item.name === this.current)) this.current = null;
     if (this.current === null) return this.followHash(false);
     const now = items.find(item => item.name === this.current);
-    if (now.updated_at !== before || this.shown === null) await this.read();
+    if (now.updated_at !== this.shown?.detail.status.updated_at) await this.read();
     return undefined;
   }
 
@@ -83,13 +94,7 @@ export class Sweeps {
     const path = `sweeps/${encodeURIComponent(name)}`;
     try {
       const detail = await client.get(path);
-      const rows = [];
-      for (let cursor = null; ; ) {
-        const page = await client.get(`${path}/rows`, {cursor, limit: ROWS_AT_ONCE});
-        rows.push(...page.items);
-        cursor = page.next;
-        if (cursor === null) break;
-      }
+      const rows = await readAll(client, `${path}/rows`, ROWS_AT_ONCE);
       if (client !== this.client || name !== this.current) return;
       this.shown = {detail, rows};
       this.draw();

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import time
 from typing import Any
 
 FOLDER = os.environ.get("LEEWAY_CHAOS_LEDGERS")
@@ -40,6 +41,14 @@ def watch_replay(store: Any) -> None:
 
     replay = store.RedisReplay
     add, draw, acknowledge = replay.add, replay.draw, replay.acknowledge
+    admit, restore_version = replay.admit, replay.restore_version
+
+    async def noted_admit(self: Any, *arguments: Any, **named: Any) -> Any:
+        asked = time.monotonic_ns()
+        slots = await admit(self, *arguments, **named)
+        for slot in slots:
+            note("granted", slot.slot_id, asked)
+        return slots
 
     async def noted_add(self: Any, slot: Any, group: Any) -> None:
         note("add", slot.slot_id)
@@ -48,7 +57,7 @@ def watch_replay(store: Any) -> None:
         except SlotExpired:
             note("refused", slot.slot_id)
             raise
-        note("added", slot.slot_id)
+        note("added", slot.slot_id, group.version_range[1])
 
     async def noted_draw(self: Any, timeout_s: float) -> Any:
         lease = await draw(self, timeout_s)
@@ -65,7 +74,13 @@ def watch_replay(store: Any) -> None:
             raise
         note("acknowledged", lease.lease_id, *ids)
 
+    async def noted_restore_version(self: Any, version: Any) -> Any:
+        dropped = await restore_version(self, version)
+        note("restored", version, time.monotonic_ns())
+        return dropped
+
     replay.add, replay.draw, replay.acknowledge = noted_add, noted_draw, noted_acknowledge
+    replay.admit, replay.restore_version = noted_admit, noted_restore_version
 
 
 def watch_board(board: Any) -> None:

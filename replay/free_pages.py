@@ -1,0 +1,42 @@
+"""How glibc's allocator is set up in the processes of a run, and when it gives memory back.
+
+A run's processes ask for the same large blocks in each step, so what is free is kept. But a block
+that was needed once, by an evaluation or the longest batch so far, is kept as well; and each thread
+has an arena of its own that keeps its own largest. Without a limit to both, memory climbs for as
+long as there is a new largest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Final
+
+FEW_ARENAS: Final = {"MALLOC_ARENA_MAX": "2"}
+"""Environment of every process. glibc makes eight arenas for each core, and a thread that finds
+one locked goes on to the next: their free memory adds up. Two are enough for processes in which
+one thread does nearly all of the work."""
+LARGE_BLOCKS: Final = {
+    # Large blocks are kept instead of being handed back and zeroed again each time.
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31),
+}
+"""Environment of those that compute."""
+
+
+EVERY_S: Final = 60.0
+
+_given_back_at = -EVERY_S
+
+
+def give_back() -> None:
+    """Hand free pages back to the kernel, at most every EVERY_S: a step takes them again, and each
+    is then zeroed. Does nothing where the C library is not glibc."""
+    global _given_back_at
+    now = time.monotonic()
+    if now - _given_back_at < EVERY_S:
+        return
+    _given_back_at = now
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
