@@ -110,8 +110,10 @@ class Composed:
     def translated(self, name: str, text: str) -> str:
         """Paths, names and ports of the containers in `text`, as they are here."""
         paths = self._paths(name)
-        for path in sorted(paths, key=len, reverse=True):
-            text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", str(paths[path]), text)
+        any_path = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))
+        text = re.sub(
+            rf"(?<![\w./-])({any_path})(?![\w.-])", lambda match: str(paths[match[1]]), text
+        )
         text = text.replace("@redis:6379", f"@127.0.0.1:{self.port('6379')}")
         return re.sub(r"\b8080$", str(self.port("8080")), text)
 

@@ -86,15 +86,7 @@ class Rehearsal:
             lambda: max(steps_of(self.run), default=0) > before, timeout_s, *self.running.values()
         )
 
-    def until_more_steps_with_a_head_that_ends(self) -> None:
-        """As `until_more_steps`; Ray, which ends where it has lost Redis, is started again, as a
-        kubelet does it."""
-        before = max(steps_of(self.run), default=0)
-
-        def more() -> bool:
-            if not self.running["ray"].is_alive:
-                self.start_ray()
-            return max(steps_of(self.run), default=0) > before
-
-        others = [process for name, process in self.running.items() if name != "ray"]
-        self.place.until(more, 600, *others)
+    def until_the_head_has_ended(self) -> None:
+        """Ray's head ends by itself soon after its Redis has gone."""
+        head = self.running.pop("ray")
+        self.place.until(lambda: not head.is_alive, 240)

@@ -51,8 +51,10 @@ def test_each_process_of_the_chart_is_killed_once_and_the_run_ends(release: Rele
 
     play.kill("redis")
     play.kill("api")
+    play.until_the_head_has_ended()
     play.start("redis", "api")
-    play.until_more_steps_with_a_head_that_ends()
+    play.start_ray()
+    play.until_more_steps()
 
     for deployment in ("PolicyServer", "RolloutServer", "CourseServer"):
         process = replica(deployment)
