@@ -105,6 +105,8 @@ class Membership:
                     raise TransferError(self.broken)
         finally:
             beating.cancel()
+            # A beat under way would put the engine back.
+            await asyncio.wait({beating}, timeout=CANCEL_S)
             await self._board.withdraw(self._engine_id)
 
     async def _keep_beating(self) -> None:

@@ -10,7 +10,6 @@ const ROWS_AT_ONCE = 500;
 const HASH = '#sweep=';
 
 const KIND = {done: 'done', running: '', scanning: '', stopped: 'paused', interrupted: 'bad'};
-
 /** Every item of a list, page by page. */
 async function readAll(client, path, limit) {
   const found = [];
@@ -27,12 +26,10 @@ export class Sweeps {
     this.client = null;
     this.items = [];
     this.current = null;
-    /** What is shown of the current one: {detail, rows}. */
-    this.shown = null;
+    this.shown = null; // of the current one: {detail, rows}
     this.hidden = new Set();
     this.timer = null;
-    /** Counts who looks, so that only the newest does. */
-    this.watch = 0;
+    this.watch = 0; // counts who looks, so that only the newest does
     addEventListener('hashchange', () => this.followHash(true));
     new ResizeObserver(() => this.drawChart()).observe(at('sweep'));
   }
@@ -52,7 +49,6 @@ export class Sweeps {
         if (watch !== this.watch) return;
         await this.take(items.sort((a, b) => b.updated_at - a.updated_at));
       } catch (error) {
-        // Without a token that is taken nobody looks; another one begins anew.
         if (watch !== this.watch || error.isRefused) return;
         // The page says elsewhere that the API is away; what is shown is the last known state.
         if (error.status) this.explain(`The sweeps cannot be read: ${error.message}`);
