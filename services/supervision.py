@@ -8,6 +8,7 @@ Should a child be killed, the parent takes over what it had started (`adopt_orph
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -97,7 +98,7 @@ class Child:
     async def kill(self) -> None:
         """SIGKILL, for one that hangs; what it started ends with it."""
         family = descendants(self.process.pid)
-        if self.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
             self.process.kill()
         await self.process.wait()
         await asyncio.to_thread(end_all, family, 0.0)
@@ -112,7 +113,8 @@ class Child:
                 await asyncio.wait_for(self.process.wait(), grace_s)
             except TimeoutError:
                 family += descendants(self.process.pid)
-                self.process.kill()
+                with contextlib.suppress(ProcessLookupError):  # it has ended at this very moment
+                    self.process.kill()
                 await self.process.wait()
         await asyncio.to_thread(end_all, family)
         code = self.process.returncode
