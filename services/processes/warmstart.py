@@ -45,10 +45,12 @@ from leeway.actors.search.script import (
     episodes,
     the_stage,
 )
-from leeway.replay.errors import ConfigurationError
+from leeway.replay.errors import ConfigurationError, LeewayError
 from leeway.services import dry_run
 
 CHUNK: Final = 1024
+CHUNK_S: Final = 300.0
+"""Seconds that a worker may take to make so many episodes; it takes one."""
 """Episodes a worker hands over at once."""
 MAX_TOKENS: Final = 1024
 """Longest trajectory of the evaluation, as policy.max_model_len has it by default."""
@@ -237,6 +239,20 @@ class Packed(NamedTuple):
     ends: np.ndarray
     """int64, where each example ends."""
 
+    def to_bytes(self) -> bytes:
+        """For the way to another process."""
+        return msgspec.msgpack.encode([array.tobytes() for array in self])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Packed:
+        """Inverse of to_bytes."""
+        ids, is_trained, ends = msgspec.msgpack.decode(data, type=list[bytes])
+        return Packed(
+            np.frombuffer(ids, np.int16),
+            np.frombuffer(is_trained, np.bool_),
+            np.frombuffer(ends, np.int64),
+        )
+
 
 def packed(chunk: list[Episode], tokenizer: Any) -> Packed:
     """Tokenise each segment alone, as a rollout tokenises prompt, turns and observations."""
@@ -251,11 +267,12 @@ def packed(chunk: list[Episode], tokenizer: Any) -> Packed:
 
 
 def make_episodes(seed: int, mix: CareMix, real_share: float, outbox: Any) -> None:
-    """Body of a worker process: fills its outbox until it is ended."""
+    """Body of a worker process: fills its outbox, the end of a pipe, until it is ended."""
     tokenizer = bundled_tokenizer()
     source = episodes(seed, mix, real_share)
     while True:
-        outbox.put(tuple(packed(list(itertools.islice(source, CHUNK)), tokenizer)))
+        chunk = packed(list(itertools.islice(source, CHUNK)), tokenizer)
+        outbox.send_bytes(chunk.to_bytes())
 
 
 class EpisodeWorkers:
@@ -263,31 +280,45 @@ class EpisodeWorkers:
 
     def __init__(self, seed: int, mix: CareMix, real_share: float, num_workers: int) -> None:
         the_stage()  # read once here; the forked workers share it
-        context = multiprocessing.get_context("fork")
-        self._outboxes = [context.Queue(4) for _ in range(num_workers)]
-        self._processes = [
-            context.Process(
-                target=make_episodes, args=(seed * 1000 + i, mix, real_share, box), daemon=True
-            )
-            for i, box in enumerate(self._outboxes)
-        ]
+        self._arguments = [(seed * 1000 + i, mix, real_share) for i in range(num_workers)]
+        self._workers: list[tuple[Any, Any]] = []  # process and inbox
 
     def __enter__(self) -> EpisodeWorkers:
-        for process in self._processes:
+        context = multiprocessing.get_context("fork")
+        for arguments in self._arguments:
+            inbox, outbox = context.Pipe(duplex=False)
+            process = context.Process(target=make_episodes, args=(*arguments, outbox), daemon=True)
             process.start()
+            # Only the worker may hold it: an inbox ends when nobody does.
+            outbox.close()
+            self._workers.append((process, inbox))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        for process, _inbox in self._workers:
             process.kill()
 
     def examples(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for outbox in itertools.cycle(self._outboxes):
-            chunk = Packed(*outbox.get())
+        """Token ids and which of them are trained. Raises LeewayError when a worker has ended, or
+        makes nothing for CHUNK_S."""
+        for process, inbox in itertools.cycle(self._workers):
+            chunk = Packed.from_bytes(_next_chunk(process, inbox))
             start = 0
             for end in chunk.ends:
                 yield chunk.ids[start:end].astype(np.int32), chunk.is_trained[start:end]
                 start = end
+
+
+def _next_chunk(process: Any, inbox: Any) -> bytes:
+    if not inbox.poll(CHUNK_S):
+        raise LeewayError(f"process {process.pid} made no episodes within {CHUNK_S:g} s")
+    try:
+        return inbox.recv_bytes()
+    except EOFError:
+        process.join(1.0)
+        raise LeewayError(
+            f"process {process.pid}, which makes episodes, ended with exit code {process.exitcode}"
+        ) from None
 
 
 # Evaluation

@@ -211,5 +211,7 @@ def test_a_run_of_one_machine_listens_on_loopback_only(seen: Seen):
 
 def test_nothing_but_ray_reads_a_pickle(seen: Seen):
     assert seen.unpickled.get("ray"), "the hook sees nothing"
+    # Otherwise nothing would be asked of them below.
+    assert {"learn", "api", "train"} <= {_role(text) for text in seen.arguments.values()}
     for role in ("learn", "api", "train"):
         assert seen.unpickled.get(role, set()) == set(), role

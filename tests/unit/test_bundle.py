@@ -173,13 +173,15 @@ def test_a_look_into_a_process_is_no_orphan():
     seen: list[bool] = []
 
     def look() -> None:
-        seen.extend(supervision.is_spared(child) for child in supervision.children(os.getpid()))
+        deadline = time.monotonic() + 60
+        while not any(seen) and time.monotonic() < deadline:
+            seen.extend(supervision.is_spared(child) for child in supervision.children(os.getpid()))
 
-    timer = threading.Timer(1.0, look)
-    timer.start()
-    supervision.run_spared([sys.executable, "-c", "import time; time.sleep(4)"], 60.0)
-    timer.join()
-    assert True in seen
+    looking = threading.Thread(target=look)
+    looking.start()
+    supervision.run_spared([sys.executable, "-c", "import time; time.sleep(2)"], 60.0)
+    looking.join()
+    assert any(seen)
     assert not any(map(supervision.is_spared, supervision.children(os.getpid())))
 
 

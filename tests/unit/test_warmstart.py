@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -22,9 +23,12 @@ from leeway.learner.warmstart import (
     train,
     until_stop,
 )
-from leeway.replay.errors import ConfigurationError
+from leeway.replay.errors import ConfigurationError, LeewayError
+from leeway.services.processes import warmstart
 from leeway.services.processes.warmstart import (
+    EpisodeWorkers,
     Judge,
+    Packed,
     bundled_tokenizer,
     care_mix,
     packed,
@@ -131,3 +135,42 @@ def test_the_judge_scores_a_careful_player_one(tmp_path: Path, monkeypatch) -> N
     games = judge.play(questions)
     assert all(game.is_right for game in games)
     assert [g.num_searches for g in games] == [q.metadata.hops for q in questions]
+
+
+def test_workers_send_what_was_packed() -> None:
+    sent = packed(list(islice(episodes(1000, CARELESS, 0.5), 3)), bundled_tokenizer())
+    came = Packed.from_bytes(sent.to_bytes())
+    for a, b in zip(sent, came, strict=True):
+        assert a.dtype == b.dtype
+        assert a.tolist() == b.tolist()
+
+
+def test_workers_are_read_in_turn_and_give_the_same_each_time(monkeypatch) -> None:
+    monkeypatch.setattr(warmstart, "CHUNK", 2)
+    with EpisodeWorkers(1, CARELESS, 0.5, 2) as workers:
+        first = [ids.tolist() for ids, _ in islice(workers.examples(), 6)]
+    expected: list[list[int]] = []
+    sources = [episodes(1000 + i, CARELESS, 0.5) for i in range(2)]
+    for source in (sources[0], sources[1], sources[0]):
+        chunk = packed(list(islice(source, 2)), bundled_tokenizer())
+        expected += [part.tolist() for part in np.split(chunk.ids, chunk.ends[:-1])]
+    assert first == expected
+
+
+def test_a_worker_that_died_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(warmstart, "make_episodes", lambda *_: None)
+    with (
+        EpisodeWorkers(1, CARELESS, 0.5, 2) as workers,
+        pytest.raises(LeewayError, match="which makes episodes, ended with exit code 0"),
+    ):
+        next(workers.examples())
+
+
+def test_a_worker_that_hangs_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(warmstart, "make_episodes", lambda *_: time.sleep(600))
+    monkeypatch.setattr(warmstart, "CHUNK_S", 0.1)
+    with (
+        EpisodeWorkers(1, CARELESS, 0.5, 1) as workers,
+        pytest.raises(LeewayError, match=r"process \d+ made no episodes within 0\.1 s"),
+    ):
+        next(workers.examples())
