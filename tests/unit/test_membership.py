@@ -132,6 +132,14 @@ async def on_board(board: PolicyBoard) -> None:
             await asyncio.sleep(0.01)
 
 
+async def follow_one(board: PolicyBoard, policy: FakePolicy) -> None:
+    """The membership of an engine that is announced one version; raises what ends it."""
+    run = asyncio.create_task(Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S).run())
+    await on_board(board)
+    await board.announce(announcement(1))
+    await asyncio.wait_for(run, 4 * AMPLE_S)
+
+
 async def report_of(board: PolicyBoard, publish_id: int, stage: Stage) -> EngineReport:
     return (await board.reports(publish_id, ["a"], stage, AMPLE_S))["a"]
 
@@ -260,13 +268,8 @@ async def test_failure_is_said_even_if_the_policy_cannot_abandon(board):
 async def test_commit_that_goes_wrong_breaks_the_engine_and_takes_it_off_the_board(
     board, fault, reason
 ):
-    membership = Membership(board, FakePolicy(commit=fault), "a", "here", heartbeat_s=HEARTBEAT_S)
-    run = asyncio.create_task(membership.run())
-    await on_board(board)
-    await board.announce(announcement(1))
     with pytest.raises(TransferError, match=reason):
-        await asyncio.wait_for(run, AMPLE_S)
-    assert reason in (membership.broken or "")
+        await follow_one(board, FakePolicy(commit=fault))
     await asyncio.sleep(2 * HEARTBEAT_S)
     assert await board.engines() == []
 
@@ -275,23 +278,15 @@ async def test_commit_that_goes_wrong_breaks_the_engine_and_takes_it_off_the_boa
 async def test_engine_that_hangs_after_an_announcement_is_broken_and_leaves_the_board(board, where):
     """Nobody announces anew: the engine must see by itself that it answers nobody."""
     policy = FakePolicy(**{where: never})
-    membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
-    run = asyncio.create_task(membership.run())
-    await on_board(board)
-    await board.announce(announcement(1))
     with pytest.raises(TransferError, match="version 11 was not received: the engine did not ans"):
-        await asyncio.wait_for(run, 4 * AMPLE_S)
+        await follow_one(board, policy)
     assert await board.engines() == []
 
 
 async def test_engine_that_cannot_give_up_a_transfer_is_broken(board):
     policy = FakePolicy(stage=raising(TransferError("reset")), abandon=never)
-    membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
-    run = asyncio.create_task(membership.run())
-    await on_board(board)
-    await board.announce(announcement(1))
     with pytest.raises(TransferError, match=r"did not answer within 0\.6 s"):
-        await asyncio.wait_for(run, 4 * AMPLE_S)
+        await follow_one(board, policy)
     assert (await report_of(board, 1, "failed")).error == "TransferError: reset"
 
 
@@ -333,24 +328,16 @@ async def test_beat_during_a_commit_does_not_keep_a_version_that_was_lost(board)
 
 async def test_what_broke_an_engine_first_is_the_cause(board):
     policy = FakePolicy(commit=raising(RuntimeError("out of memory")), abandon=never)
-    membership = Membership(board, policy, "a", "here", heartbeat_s=HEARTBEAT_S)
-    run = asyncio.create_task(membership.run())
-    await on_board(board)
-    await board.announce(announcement(1))
     with pytest.raises(TransferError, match="was not taken into use: out of memory"):
-        await asyncio.wait_for(run, 4 * AMPLE_S)
+        await follow_one(board, policy)
 
 
 async def test_engine_that_reports_another_checksum_than_was_sent_is_broken(board):
     async def other() -> object:
         return "1e"
 
-    membership = Membership(board, FakePolicy(commit=other), "a", "here", heartbeat_s=HEARTBEAT_S)
-    run = asyncio.create_task(membership.run())
-    await on_board(board)
-    await board.announce(announcement(1))
     with pytest.raises(TransferError, match="checksum 1e is in use, 0f was sent"):
-        await asyncio.wait_for(run, AMPLE_S)
+        await follow_one(board, FakePolicy(commit=other))
 
 
 @pytest.mark.parametrize("where", ["join 1 of 3", "stage"])
