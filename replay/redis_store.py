@@ -28,6 +28,7 @@ from leeway.replay.callers import Callers
 from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Link
 from leeway.replay.errors import StoreError, WaitTimeout
+from leeway.replay.portions import Portions
 from leeway.replay.redis_buffer import RedisBuffer
 from leeway.replay.schema import Group, GroupId, PolicyVersion, columns_of
 from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource
@@ -45,6 +46,9 @@ from leeway.replay.waiting import (
 )
 from leeway.replay.wakeups import Wakeups
 
+PORTION_BYTES: Final = 2**20
+"""Of groups that are encoded before those done are sent: Redis takes them while others follow."""
+
 RECHECK_S: Final = 1.0
 """How often a waiting admission asks its version source again. An engine that moves on wakes it
 sooner; one that dies makes no event."""
@@ -61,6 +65,7 @@ class RedisReplay:
         self.config = config
         self._link = Link(url, retry_s)
         self.buffer = RedisBuffer(self._link, run, config, shard)
+        self._encoding = Portions(PORTION_BYTES)
         self._rollouts, self._learners = Callers("rollout"), Callers("learner")
         self._room = Wakeups(self._link, f"{self.buffer.prefix}room")
         self._data = Wakeups(self._link, f"{self.buffer.prefix}data")
@@ -107,9 +112,12 @@ class RedisReplay:
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
+        await self._encoding.turn()
         columns = columns_of(group)
         check_fills(slot, group, self.config, columns)
-        if await self.buffer.add(slot, entry_of(group, columns)) == "expired":
+        entry = entry_of(group, columns)
+        self._encoding.spend(len(entry.payload))
+        if await self.buffer.add(slot, entry) == "expired":
             raise slot_expired(slot, self.config)
 
     async def drop(self, slot: Slot, reason: str) -> None:
