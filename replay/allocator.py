@@ -19,6 +19,13 @@ once, with the arrays they were made from."""
 MAX_HEAP_BLOCK_BYTES: Final = 32 * 2**20
 """Larger blocks are mapped, and given back when they are freed. glibc takes no more."""
 
+ENVIRONMENT: Final = {
+    "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
+    "MALLOC_MMAP_THRESHOLD_": str(MAX_HEAP_BLOCK_BYTES),
+}
+"""The same for a program that is started. A Redis that was built without an allocator of its own
+takes a fifth less of its core with it, where groups have 1 MiB."""
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 

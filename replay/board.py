@@ -34,8 +34,9 @@ __all__ = [
     "Transport",
 ]
 
-REPORTS_KEPT_S: Final = 3600
-"""Reports of a publish are forgotten after this long."""
+PUBLISHES_KEPT: Final = 16
+"""Announcements that stay, and publishes whose reports do. They are not left to expire: a clock set
+forward would take those that somebody waits for."""
 
 Transport = Literal["nccl", "gloo"]
 """What carries the bytes: NCCL from GPU to GPU, gloo from host memory to host memory."""
@@ -189,7 +190,7 @@ class PolicyBoard:
         fields = {b"json": msgspec.json.encode(announcement)}
         await self._link.call(
             lambda: self._client.xadd(
-                self._keys.announcements, fields, maxlen=16, approximate=False
+                self._keys.announcements, fields, maxlen=PUBLISHES_KEPT, approximate=False
             )
         )
 
@@ -222,13 +223,16 @@ class PolicyBoard:
 
     async def report(self, report: EngineReport) -> None:
         """Say how far this engine is."""
-        stream = f"{self._keys.reports}:{report.publish_id}"
+        stream, over = (
+            f"{self._keys.reports}:{publish_id}"
+            for publish_id in (report.publish_id, report.publish_id - PUBLISHES_KEPT)
+        )
         fields = {b"json": msgspec.json.encode(report)}
 
         async def write() -> None:
             async with self._client.pipeline(transaction=True) as pipeline:
                 pipeline.xadd(stream, fields)
-                pipeline.expire(stream, REPORTS_KEPT_S)
+                pipeline.unlink(over)
                 await pipeline.execute()
 
         await self._link.call(write)

@@ -52,7 +52,6 @@ CLIENT_COMMANDS: Final = (
     "eval",
     "evalsha",
     "exec",
-    "expire",
     "info",
     "memory|usage",
     "multi",

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+from leeway.replay import allocator
 from leeway.replay.append_only import cut_open_transaction
 from leeway.replay.connection import check_url
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
@@ -259,6 +260,7 @@ def _spawn(binary: str, home: Path, lock: int) -> subprocess.Popen[bytes]:
 
     return subprocess.Popen(
         [binary, str(home / "redis.conf")],
+        env=allocator.ENVIRONMENT | os.environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

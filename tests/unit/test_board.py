@@ -189,6 +189,16 @@ async def test_reports_of_another_publish_or_engine_do_not_count(board):
         await board.reports(1, ["a"], "joined", SOON_S)
 
 
+async def test_reports_stay_for_sixteen_publishes(board):
+    await board.report(report("a", "joined", publish_id=1))
+    await board.report(report("a", "joined", publish_id=16))
+    assert set(await board.reports(1, ["a"], "joined", SOON_S)) == {"a"}
+    await board.report(report("a", "joined", publish_id=17))
+    with pytest.raises(WaitTimeout):
+        await board.reports(1, ["a"], "joined", SOON_S)
+    assert set(await board.reports(16, ["a"], "joined", SOON_S)) == {"a"}
+
+
 # --- run board ---------------------------------------------------------------------------------
 
 
