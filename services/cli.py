@@ -28,6 +28,7 @@ from leeway.services.status_command import status
 from leeway.services.sweep_commands import RunByDefault, sweep_app
 from leeway.services.train_command import train
 from leeway.services.trajectory_commands import trajectories_app
+from leeway.services.warmstart_command import warmstart
 
 app = typer.Typer(
     name="leeway",
@@ -39,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=CONTEXT,
 )
-for command in (train, learn, serve, api, rollout, status, export, doctor, soak):
+for command in (train, learn, serve, api, rollout, status, export, doctor, soak, warmstart):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(config_app, name="config")
@@ -48,19 +49,6 @@ app.add_typer(replay_app, name="replay")
 app.add_typer(retriever_app, name="retriever")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(sweep_app, name="sweep", cls=RunByDefault)
-
-
-@app.command(
-    # Its options are described by the command itself, where they are read.
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def warmstart(context: typer.Context) -> None:
-    """Train the bundled policy anew, supervised on scripted episodes."""
-    from leeway.services.processes.warmstart import main as run_warmstart
-
-    sys.argv = ["leeway warmstart", *context.args]
-    run_warmstart()
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -178,4 +178,8 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
         ("export runs/demo-1 model", "the newest checkpoint"),
         ("export runs/demo-1 model --which best --dtype bfloat16", "the best, half the size"),
     ),
+    "warmstart": _of(
+        ("warmstart --out model --steps 2000 --eval 200", "train it, then judge it"),
+        ("warmstart --out model --steps 2000 --dry-run", "check everything, train nothing"),
+    ),
 }

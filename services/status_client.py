@@ -38,6 +38,10 @@ class NotAnswering(LeewayError):
     """Nobody listens at the address, or the connection broke off."""
 
 
+class NotNow(NotAnswering):
+    """Somebody answers: that it cannot at the moment."""
+
+
 class Heard(NamedTuple):
     """One message of a watched run: a state, or why there is none at the moment."""
 
@@ -135,7 +139,7 @@ class StatusClient:
             return
         detail = _detail(answer)
         if answer.status_code in (429, 503):
-            raise NotAnswering(f"{self._address} answers, but {detail}")
+            raise NotNow(f"{self._address} answers, but {detail}")
         if answer.status_code in (401, 403):
             raise LeewayError(
                 f"{self._address} refused the token ({answer.status_code}: {detail}); give the run "

@@ -130,8 +130,12 @@ def _is_of_train(run: RunDirectory) -> bool:
 def _show_ended(target: Target, as_json: bool, error: Exception | None = None) -> None:
     """What the run directory still says once the API is gone."""
     from leeway.replay.errors import LeewayError
+    from leeway.services.status_client import NotNow
 
     run = target.run
+    is_over = run is not None and run.summary.is_file()
+    if isinstance(error, NotNow) and not is_over:
+        raise LeewayError(f"{error}; try again in a few seconds")
     if run is None:
         raise LeewayError(f"{error or f'nobody answers at {target.address}'}; is the run still on?")
     if run.summary.is_file():

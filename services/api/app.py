@@ -45,7 +45,7 @@ from leeway.services.api.routes.trajectories import trajectories_router
 from leeway.services.api.served import Board, Engines, Served
 from leeway.services.api.shortcut import PATH, Shortcut
 from leeway.services.api.sweeps import sweeps_router
-from leeway.services.api.tags import JSON, UNCHANGED, Tagged
+from leeway.services.api.tags import JSON, Tagged, tell_of_tag
 from leeway.services.config import RunConfig
 
 START_TIMEOUT_S: Final = 10.0
@@ -194,17 +194,19 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             if path.startswith("/v1") or path == "/metrics":
                 for operation in operations.values():
                     operation["security"] = [{"token": []}]
-            # The settings have a tag of their own, which says less than the answer does.
-            is_polled = path.startswith("/v1") and path != SETTINGS
-            if is_polled and JSON in _content(operations.get("get")):
-                operations["get"]["responses"]["304"] = UNCHANGED
+            for method, operation in operations.items():
+                # The settings have a tag of their own, which says less than the answer does.
+                is_own = path == SETTINGS
+                is_read = method == "get" and path.startswith("/v1")
+                if is_own or (is_read and JSON in _content(operation)):
+                    tell_of_tag(operation, is_polled=not is_own)
         app.openapi_schema = schema
     return app.openapi_schema
 
 
-def _content(operation: dict[str, Any] | None) -> dict[str, Any]:
+def _content(operation: dict[str, Any]) -> dict[str, Any]:
     """Of a good answer, by its kind."""
-    return operation["responses"]["200"].get("content", {}) if operation else {}
+    return operation["responses"]["200"].get("content", {})
 
 
 # --- serving ------------------------------------------------------------------------------------

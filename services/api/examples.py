@@ -10,6 +10,11 @@ from fastapi import Body
 
 from leeway.replay.schema import SCHEMA_VERSION
 
+RUN: Final = "demo-20261127-143000"
+"""Names, as the examples have them."""
+SWEEP: Final = "lags-1"
+ARM: Final = "grpo-lag8-seed0"
+TRAJECTORY: Final = "9f2c-0"
 _SECONDS: Final = {
     "rollout": {"waiting_s": 10.0, "working_s": 90.0},
     "learner": {"waiting_s": 20.0, "working_s": 60.0},
@@ -81,7 +86,7 @@ _WORKER: Final = {
     "settings_revision": 0,
 }
 _TRAJECTORY: Final = {
-    "trajectory_id": "9f2c-0",
+    "trajectory_id": TRAJECTORY,
     "group_id": "9f2c",
     "question_id": "train-17",
     "question": "Which currency is used in Denmark?",
@@ -98,7 +103,7 @@ _TRAJECTORY: Final = {
     "worker_id": "worker-0",
 }
 _RUN: Final = {
-    "name": "demo-20261127-143000",
+    "name": RUN,
     "is_current": True,
     "state": "running",
     "phase": "training",
@@ -116,7 +121,7 @@ _CONTROL: Final = {
 }
 
 _SWEEP: Final = {
-    "name": "lags-1",
+    "name": SWEEP,
     "phase": "running",
     "num_arms": 24,
     "num_ended": 9,
@@ -127,7 +132,7 @@ _SWEEP: Final = {
     "updated_at": 1_795_870_000.0,
 }
 _SWEEP_ROW: Final = {
-    "arm": "grpo-lag8-seed0",
+    "arm": ARM,
     "series": "grpo",
     "objective": "grpo",
     "variant": {},
@@ -164,7 +169,7 @@ _SWEEP_ROW: Final = {
 EXAMPLES: Final[dict[str, Any]] = {
     "status": {
         "run": {
-            "name": "demo-20261127-143000",
+            "name": RUN,
             "phase": "training",
             "elapsed_s": 412.0,
             "step": 7,

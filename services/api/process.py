@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 from leeway.replay.board import RunBoard
 from leeway.replay.vigil import Vigil
 from leeway.services.api.app import Server, address_of, connect_app, listen, server_settings
-from leeway.services.api.auth import FILE, tokens_of
+from leeway.services.api.auth import FILE, Tokens, tokens_of
 from leeway.services.api.priority import step_back
 from leeway.services.api.served import PROCESS
 from leeway.services.config import RunConfig
@@ -47,15 +48,20 @@ def serve_api(config: RunConfig, run: RunDirectory) -> int:
     _write_state(config, run, address)
     log.info("the API listens on %s", address)
     if tokens is not None and are_new:
-        # Once, to who started it, and into no log.
-        print(f"read token     {tokens.read}\ncontrol token  {tokens.control}", flush=True)
-        print(f"both are kept in {run.root / FILE}", flush=True)
+        tell_tokens(tokens, run)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it has ended, for the handler that was here before.
         signal.signal(number, lambda *_: None)
     step_back()
     Server(server_settings(app, GRACE_S)).run(sockets=[listener])
     return 0
+
+
+def tell_tokens(tokens: Tokens, run: RunDirectory) -> None:
+    """Once, to who started it at a terminal. A log keeps no token: it is told where they are."""
+    if sys.stdout.isatty():
+        print(f"read token     {tokens.read}\ncontrol token  {tokens.control}", flush=True)
+    print(f"both tokens are kept in {run.root / FILE}", flush=True)
 
 
 def _keep_vigil(app: FastAPI, url: str, name: str) -> None:

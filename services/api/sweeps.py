@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import APIRouter, HTTPException, Query
+from fastapi import APIRouter, HTTPException
 
 from leeway.replay.errors import DataError
-from leeway.services.api.examples import example
+from leeway.services.api import parameters
+from leeway.services.api.examples import ARM, SWEEP, example
 from leeway.services.api.models import Answer
 from leeway.services.api.resources import Page
 from leeway.services.experiments.sweep_folder import SweepFolder, SweepState
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 1000
 _NAME: Final = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}$")
+_Sweep = Annotated[str, parameters.name(SWEEP, "Name of a sweep: that of its folder.")]
 
 
 class SweepStatus(Answer):
@@ -70,8 +72,8 @@ def sweeps_router(folder: Path) -> APIRouter:
 
     @router.get("", responses=example("sweeps"))
     def sweeps(
-        cursor: Annotated[str | None, Query(pattern=_NAME.pattern)] = None,
-        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+        cursor: Annotated[str | None, parameters.cursor(SWEEP, pattern=_NAME.pattern)] = None,
+        limit: Annotated[int, parameters.limit(200)] = 50,
     ) -> Page[SweepStatus]:
         """Sweeps by name, behind `cursor`; one whose files cannot be read is left out."""
         names = sorted(found.root.name for found in _all(folder))
@@ -81,7 +83,7 @@ def sweeps_router(folder: Path) -> APIRouter:
         return Page(items=found, next=shown[-1] if more else None)
 
     @router.get("/{name}", responses=example("sweep"))
-    def sweep(name: str) -> SweepDetail:
+    def sweep(name: _Sweep) -> SweepDetail:
         """One sweep, and what it says so far."""
         sweep = _one(folder, name)
         plan = sweep.read_plan()
@@ -97,9 +99,9 @@ def sweeps_router(folder: Path) -> APIRouter:
 
     @router.get("/{name}/rows", responses=example("rows"))
     def rows(
-        name: str,
-        cursor: Annotated[str | None, Query(max_length=200)] = None,
-        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
+        name: _Sweep,
+        cursor: Annotated[str | None, parameters.cursor(ARM, max_length=200)] = None,
+        limit: Annotated[int, parameters.limit(MAX_ROWS)] = 100,
     ) -> Page[Row]:
         """The runs that have ended, by name, behind `cursor`."""
         sweep = _one(folder, name)

@@ -14,10 +14,27 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 JSON: Final = "application/json"
-UNCHANGED: Final[dict[str, Any]] = {
-    "description": "Unchanged since the answer whose ETag If-None-Match names"
+
+_HEADERS: Final = {"ETag": {"description": "Names this answer", "schema": {"type": "string"}}}
+_IF_NONE_MATCH: Final = {
+    "name": "If-None-Match",
+    "in": "header",
+    "required": False,
+    "description": "ETag of an answer that is there already; 304 while it is still right.",
+    "schema": {"type": "string", "examples": ['"8c1f6e0a5b7d4c2e9f301122"']},
 }
-"""In openapi.json."""
+_UNCHANGED: Final = {
+    "description": "Unchanged since the answer whose ETag If-None-Match names",
+    "headers": _HEADERS,
+}
+
+
+def tell_of_tag(operation: dict[str, Any], is_polled: bool) -> None:
+    """In openapi.json: that a good answer has an ETag, and where `is_polled` may be a 304."""
+    operation["responses"]["200"]["headers"] = _HEADERS
+    if is_polled:
+        operation.setdefault("parameters", []).append(_IF_NONE_MATCH)
+        operation["responses"]["304"] = _UNCHANGED
 
 
 def tag_of(body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""`python -m leeway.services.processes.warmstart --out DIR`: make the bundled policy and judge it.
+"""`leeway warmstart`: make the bundled policy and judge it.
 
     episodes (worker processes) -> batches (a thread) -> train -> save -> evaluate
 
@@ -8,7 +8,6 @@ same batches.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -39,7 +38,6 @@ from leeway.actors.search.script import (
     CARELESS,
     END,
     PAD,
-    REAL_SHARE,
     CareMix,
     Episode,
     episodes,
@@ -47,47 +45,17 @@ from leeway.actors.search.script import (
 )
 from leeway.replay.errors import ConfigurationError, LeewayError
 from leeway.services import dry_run
+from leeway.services.warmstart_command import Options
 
 CHUNK: Final = 1024
-CHUNK_S: Final = 300.0
-"""Seconds that a worker may take to make so many episodes; it takes one."""
 """Episodes a worker hands over at once."""
+CHUNK_S: Final = 300.0
+"""Seconds that a worker may take to make so many; it takes one."""
 MAX_TOKENS: Final = 1024
 """Longest trajectory of the evaluation, as policy.max_model_len has it by default."""
 NUM_SAMPLES: Final = 8
 SCORES: Final = "warmstart_scores.json"
 """In the judged folder."""
-
-
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="model folder to write or judge")
-    parser.add_argument("--steps", type=int, default=0, help="0 only judges the folder")
-    parser.add_argument("--batch", type=int, default=256, help="episodes of a step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--init", type=Path, help="model folder to go on from; else fresh weights")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the schedule")
-    parser.add_argument(
-        "--real-share", type=float, default=REAL_SHARE, help="share of real training questions"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--mix", choices=["careless", "careful"], default="careless")
-    parser.add_argument(
-        "--care", default="", help="changes to the mix, such as early_stop=0.7,no_search=0.1"
-    )
-    parser.add_argument(
-        "--save-every", type=int, default=0, help="also keep OUT-step-N, and judge it"
-    )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch")
-    parser.add_argument("--workers", type=int, default=0, help="processes that make episodes")
-    parser.add_argument("--eval", type=int, default=0, help="held-out questions to judge with")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check, say what would be done, do nothing"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON line last on stdout; all else goes to stderr"
-    )
-    return parser
 
 
 def care_mix(name: str, changes: str) -> CareMix:
@@ -105,8 +73,8 @@ def care_mix(name: str, changes: str) -> CareMix:
         ) from None
 
 
-def main() -> None:
-    options = arguments().parse_args()
+def make_policy(options: Options) -> None:
+    """Check, then train and judge as asked for. Raises ConfigurationError."""
     mix = care_mix(options.mix, options.care)
     check(options)
     if options.dry_run:
@@ -120,7 +88,7 @@ def main() -> None:
     return None
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise ConfigurationError for folders that do not fit what is asked for."""
     if not options.steps and not options.eval:
         raise ConfigurationError(
@@ -135,7 +103,7 @@ def check(options: argparse.Namespace) -> None:
             )
 
 
-def plan(options: argparse.Namespace) -> None:
+def plan(options: Options) -> None:
     """What would be done."""
     parts = []
     if options.steps:
@@ -155,7 +123,7 @@ def plan(options: argparse.Namespace) -> None:
     dry_run.tell(tell, options.json)
 
 
-def work(options: argparse.Namespace, mix: CareMix) -> dict[str, float] | None:
+def work(options: Options, mix: CareMix) -> dict[str, float] | None:
     """Train and judge; returns the scores, None without --eval."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import torch
@@ -165,7 +133,7 @@ def work(options: argparse.Namespace, mix: CareMix) -> dict[str, float] | None:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    out: Path = options.out
+    out = options.out
     if options.steps:
         train_policy(options, mix, device)
     if not options.eval:
@@ -175,7 +143,7 @@ def work(options: argparse.Namespace, mix: CareMix) -> dict[str, float] | None:
     return scores
 
 
-def train_policy(options: argparse.Namespace, mix: CareMix, device: str) -> None:
+def train_policy(options: Options, mix: CareMix, device: str) -> None:
     """Make episodes, train, save to `options.out`."""
     from leeway.learner import warmstart as learner
 
@@ -441,7 +409,3 @@ def summary(name: str, games: list[Played]) -> dict[str, float]:
 
 def mean(values: list[bool] | list[int]) -> float:
     return sum(values) / max(1, len(values))
-
-
-if __name__ == "__main__":
-    main()

@@ -109,6 +109,7 @@ PLACES = {
         "services/sweep_commands.py",
         "services/train_command.py",
         "services/trajectory_commands.py",
+        "services/warmstart_command.py",
     ],
     "uvicorn": ["actors/search/retriever_server.py", "services/api/*"],
     "vllm": [

@@ -59,6 +59,20 @@ async def test_the_picture_says_who_waits_for_whom_in_the_words_of_the_watchdog(
         await shows(page, "#verdict", "The watchdog ended the run: no step ended for 3,601 s")
 
 
+async def test_every_chart_tells_the_numbers_of_the_last_step(browser: Browser, site: Site):
+    await site.learn(3, reward=0.75, ages={0: 4, 3: 12})
+    async with looking(browser, site) as (page, _):
+        for card, text in (
+            ("reward-and-exact-match", "reward 0.750"),
+            ("staleness", "step 3 · 3: 75 %, 0: 25 %"),
+            ("clipping", "clipped tokens 2.1 %"),
+            ("clipping", "‖C‖ 0.25"),
+            ("tokens-per-second", "generated 498"),
+            ("tokens-per-second", "trained 400"),
+        ):
+            await shows(page, f".card:has(#chart-{card}) .legend", text)
+
+
 async def test_a_step_shows_when_it_ends(browser: Browser, site: Site):
     async with looking(browser, site) as (page, _):
         await site.learn(3, reward=0.75)
@@ -87,12 +101,6 @@ async def test_held_out_scores_from_before_the_page_was_opened_are_drawn(
         await state(page, "live")
         await page.locator("#charts .u-over").first.hover(position={"x": 3, "y": 40})
         await shows(page, "#charts .legend", "held out 0.375")
-
-
-async def test_the_share_of_each_staleness_is_told(browser: Browser, site: Site):
-    await site.learn(3, reward=0.5, ages={0: 4, 3: 12})
-    async with looking(browser, site) as (page, _):
-        await shows(page, "#charts .legend", "step 3 · 3: 75 %, 0: 25 %")
 
 
 async def test_a_trajectory_can_be_read_turn_by_turn(browser: Browser, site: Site):

@@ -22,6 +22,7 @@ ROWS = [
     "Learning",
     "Staleness",
     "Flow",
+    "Watchdog",
     "Publishing",
     "Replay",
     "Rollouts",
@@ -86,7 +87,6 @@ def test_every_metric_of_a_run_is_on_the_dashboard_or_in_an_alert():
     hidden = {family.name for family in FAMILIES if not family.name.startswith("leeway_learner_")}
     assert hidden - shown == {
         "leeway_engine_last_transfer_seconds",
-        "leeway_event_loop_lag_seconds",
         "leeway_publish_last_timestamp_seconds",
         "leeway_publish_last_version",
         "leeway_retriever_last_success_timestamp_seconds",
@@ -95,9 +95,6 @@ def test_every_metric_of_a_run_is_on_the_dashboard_or_in_an_alert():
         "leeway_rollout_admission_wait_seconds_total",
         "leeway_rollout_tokens_total",
         "leeway_rollout_turns_total",
-        "leeway_watchdog_deadline_seconds",
-        "leeway_watchdog_idle_seconds",
-        "leeway_watchdog_verdict",
     }
 
 

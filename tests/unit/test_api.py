@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,10 @@ from leeway.replay.store import ReplayStats
 from leeway.services.api import app as api
 from leeway.services.api import limits, models, reader
 from leeway.services.api.auth import FILE, Tokens, tokens_of
+from leeway.services.api.process import tell_tokens
 from leeway.services.api.routes import events, health
 from leeway.services.config import RunConfig, load
+from leeway.services.layout import RunDirectory
 
 TOKENS = Tokens("read-token-0123456789", "control-token-0123456789")
 STATS = ReplayStats(
@@ -265,6 +268,20 @@ def test_tokens_are_generated_once_and_only_their_owner_reads_them(tmp_path: Pat
     assert tokens_of(tmp_path, {}) == (first, False)
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     assert first.read not in repr(first)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_new_tokens_are_told_at_a_terminal_and_their_place_everywhere(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    tell_tokens(TOKENS, RunDirectory(tmp_path))
+    said = capsys.readouterr().out
+    assert [token in said for token in (TOKENS.read, TOKENS.control)] == [is_terminal] * 2
+    assert str(tmp_path / FILE) in said
 
 
 def test_the_file_of_tokens_is_whole_when_it_appears(

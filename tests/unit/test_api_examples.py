@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from pydantic import BaseModel
 
@@ -94,12 +95,26 @@ def test_every_body_that_is_sent_has_an_example(schema: dict[str, Any]):
     assert all(body["application/json"]["examples"] for body in bodies)
 
 
+def test_every_parameter_says_what_it_is_with_an_example_that_fits(schema: dict[str, Any]):
+    found = [(name, one) for name, o in operations(schema) for one in o.get("parameters", ())]
+    assert len(found) > 15
+    for name, one in found:
+        assert one["description"].endswith("."), (name, one["name"])
+        [example] = one["schema"]["examples"]
+        jsonschema.validate(example, {k: v for k, v in one["schema"].items() if k != "examples"})
+
+
 def test_what_is_polled_says_that_it_may_be_unchanged(schema: dict[str, Any]):
     for name, operation in operations(schema):
         is_json = "application/json" in operation["responses"]["200"].get("content", {})
         # The settings have a tag of their own, which says less than the answer does.
         is_polled = name.startswith("GET /v1/") and is_json and name != "GET /v1/settings"
         assert ("304" in operation["responses"]) == is_polled, name
+        asked = {one["name"] for one in operation.get("parameters", ())}
+        assert ("If-None-Match" in asked) == is_polled, name
+        has_tag = "headers" in operation["responses"]["200"]
+        assert has_tag == (is_polled or name.endswith("/v1/settings")), name
+    assert "if-match" in [p["name"] for p in schema["paths"]["/v1/settings"]["patch"]["parameters"]]
 
 
 def test_every_list_is_read_on_in_the_same_way(schema: dict[str, Any]):

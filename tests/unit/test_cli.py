@@ -208,15 +208,3 @@ def test_config_schema_describes_every_key(run):
     schema = json.loads(run("config", "schema")[1])
     description = schema["$defs"]["LearnerConfig"]["properties"]["num_steps"]["description"]
     assert description.startswith("Steps of the run")
-
-
-# --- other commands ---
-
-
-def test_warmstart_hands_its_options_on(run, monkeypatch: pytest.MonkeyPatch):
-    seen: list[str] = []
-    module = types.ModuleType("leeway.services.processes.warmstart")
-    module.__dict__["main"] = lambda: seen.extend(sys.argv)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert run("warmstart", "--out", "m", "--steps=3", "--help")[0] == 0
-    assert seen == ["leeway warmstart", "--out", "m", "--steps=3", "--help"]

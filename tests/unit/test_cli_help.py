@@ -24,8 +24,6 @@ HEAVY = (
     "torch", "ray", "vllm", "transformers", "numpy", "matplotlib", "fastapi", "redis", "pydantic",
     "msgspec", "httpx", "rich",
 )  # fmt: skip
-OWN_HELP = {"warmstart"}
-"""Reads its options itself."""
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -37,6 +35,7 @@ def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 PATHS = [path for path, _ in commands()]
+LEAVES = [path for path, command in commands() if not hasattr(command, "commands")]
 
 
 def help_of(path: str, width: int = 80) -> str:
@@ -53,7 +52,7 @@ def help_of(path: str, width: int = 80) -> str:
 def test_no_help_page_imports_anything_heavy():
     code = (
         "import sys, contextlib, io\nfrom leeway.services import cli\n"
-        f"for path in {[path for path in PATHS if path not in OWN_HELP]}:\n"
+        f"for path in {PATHS}:\n"
         "    with contextlib.redirect_stdout(io.StringIO()):\n"
         "        cli.app([*path.split(), '--help'], standalone_mode=False)\n"
         f"print([m for m in {HEAVY} if m in sys.modules])"
@@ -62,14 +61,17 @@ def test_no_help_page_imports_anything_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_takes_at_most_300_ms_of_processor_time():
+@pytest.mark.parametrize("path", ["", *LEAVES])
+def test_help_takes_at_most_300_ms_of_processor_time(path: str):
     took: list[float] = []
-    for _ in range(3):
+    for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "leeway.services.cli", "--help"]
+        command = [sys.executable, "-m", "leeway.services.cli", *path.split(), "--help"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if took[-1] <= 0.3:
+            break
     assert min(took) <= 0.3
 
 
@@ -86,13 +88,12 @@ def test_every_command_stands_in_one_panel():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_help_page_fits_80_columns(path: str):
-    if path not in OWN_HELP:
-        examples = [f"leeway {example.line}" for example in EXAMPLES.get(path, ())]
-        lines = [line for line in help_of(path).splitlines() if line.strip() not in examples]
-        assert [line for line in lines if len(line) > 80] == []
+    examples = [f"leeway {example.line}" for example in EXAMPLES.get(path, ())]
+    lines = [line for line in help_of(path).splitlines() if line.strip() not in examples]
+    assert [line for line in lines if len(line) > 80] == []
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path not in OWN_HELP])
+@pytest.mark.parametrize("path", PATHS)
 def test_every_command_has_an_example_on_its_page(path: str):
     assert EXAMPLES[path]
     assert f"leeway {EXAMPLES[path][0].line}" in help_of(path, 120)
@@ -224,14 +225,11 @@ def test_a_reader_that_closes_the_pipe_is_no_error():
 
 # --- --json ---
 
-NO_JSON = {"warmstart"}
-"""Reads its options itself, and prints the log of a training."""
-
 
 def test_every_command_knows_json():
     leaves = [(path, c) for path, c in commands() if path and not hasattr(c, "commands")]
     without = [p for p, c in leaves if not any("--json" in param.opts for param in c.params)]
-    assert set(without) == NO_JSON
+    assert without == []
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,16 @@ def test_a_refused_token_gets_a_sentence(run, api: Api, code: int):
     )
 
 
+@pytest.mark.parametrize("pids", [{"train": os.getpid()}, {"api": os.getpid()}])
+def test_an_api_that_cannot_answer_now_is_not_called_gone(run, api: Api, pids: dict[str, int]):
+    api.status = (503, problem(503, "Redis gave no answer within 5 s"))
+    said = f"leeway: {api.address} answers, but Redis gave no answer within 5 s; try again in"
+    assert run("status", api.address)[2].startswith(said)
+    made = create_run(load(None))
+    made.write_state(RunState(name="run", started_at=1.0, pids=pids, api_address=api.address))
+    assert run("status", str(made.root))[2].startswith(said)
+
+
 def test_any_other_refusal_is_what_the_api_says(run, api: Api):
     api.status = (500, problem(500, "something broke"))
     assert run("status", api.address)[2] == f"leeway: {api.address} answered 500: something broke\n"

@@ -26,6 +26,7 @@ from leeway.services.config import load
 from leeway.services.config_text import describe, flatten, known_keys
 from leeway.services.experiments.sweep_file import load_sweep
 from leeway.services.layout import RunDirectory
+from leeway.services.processes.warmstart import care_mix
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "actors" / "bundle"
@@ -101,9 +102,11 @@ def check_leeway(words: list[str]) -> None:
         path.append(words[0])
         command = command.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
     assert len(path) > 1, f"leeway {words} is no command"
+    if path[1:] == ["warmstart"] and not words:
+        return  # a bare name in a sentence has no options
+    found = command.make_context(" ".join(path), list(words)).params
     if path[1:] == ["warmstart"]:
-        return check_warmstart(words)
-    command.make_context(" ".join(path), list(words))
+        care_mix(found["mix"], found["care"])
     assert CliRunner().invoke(cli.app, [*path[1:], "--help"]).exit_code == 0
     overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     files = [ROOT / word for word in words if word.endswith(".toml") and (ROOT / word).is_file()]
@@ -114,23 +117,11 @@ def check_leeway(words: list[str]) -> None:
     load(files[0] if files else None, overrides)
 
 
-def check_warmstart(words: list[str]) -> None:
-    """Its options; a bare name in a sentence has none."""
-    if not words:
-        return
-    from leeway.services.processes.warmstart import arguments, care_mix
-
-    options = arguments().parse_args(words)
-    care_mix(options.mix, options.care)
-
-
 @every_page
 def test_every_module_that_is_run_exists(page: Path):
     for option, *words in commands(page):
         if option == "-m":
             assert importlib.util.find_spec(words[0]), words[0]
-            if words[0].endswith(".warmstart"):
-                check_warmstart(words[1:])
 
 
 @every_page

@@ -8,11 +8,15 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from leeway.actors import serve_replicas
+from leeway.actors.search.retriever import HttpRetriever
 from leeway.replay import tracing
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import ConfigurationError
@@ -21,6 +25,8 @@ from leeway.replay.traced_replay import TracedReplay, traced
 from leeway.replay.tracing import TracingConfig
 from leeway.services.config import load
 from leeway.services.experiments.in_process import run
+from leeway.services.layout import RunDirectory
+from leeway.services.wiring import actor_spec
 
 ROOT = Path(__file__).parents[2]
 ALL = TracingConfig(sample_ratio=1.0)
@@ -79,6 +85,43 @@ def test_a_request_to_another_process_goes_on_with_the_trace(spans: InMemorySpan
         pass
     found = by_name(spans)
     assert path_of(found["engine"], spans) == ["rollout.group", "turn", "engine"]
+
+
+Deployed: Any = serve_replicas.RetrieverServer.func_or_class
+
+
+class Replica(Deployed):
+    """As Serve makes one, which awaits its beginning and its end. Collecting it would not."""
+
+    def __del__(self) -> None: ...
+
+
+async def test_the_search_of_the_index_is_part_of_the_turn_that_waits_for_it(
+    tmp_path: Path, spans: InMemorySpanExporter
+):
+    with tracing.group_span("g1"), tracing.span("retriever.search"):
+        sent = tracing.traceparent()
+    spec = actor_spec(RunDirectory(tmp_path), load(None), "redis://nobody.invalid")
+    replica = object.__new__(Replica)
+    await replica.__init__(spec)
+    assert await replica.search("Alvar Aalto", 2, sent)
+    await Deployed.__del__(replica)
+    found = by_name(spans)["retriever.index"]
+    assert path_of(found, spans) == ["rollout.group", "retriever.search", "retriever.index"]
+
+
+async def test_a_retriever_elsewhere_gets_the_trace_as_a_header(spans: InMemorySpanExporter):
+    heads: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        heads.append(request.headers.get("traceparent", ""))
+        return httpx.Response(200, json={"result": [[]]})
+
+    retriever = HttpRetriever("http://r", 60.0, transport=httpx.MockTransport(answer))
+    with tracing.group_span("g1"):
+        await retriever.search("a", 1)
+        assert heads == [tracing.traceparent()]
+    await retriever.close()
 
 
 def test_the_learner_finds_the_group_by_its_id_alone(spans: InMemorySpanExporter):

@@ -11,10 +11,12 @@ import asyncio
 import time
 from typing import Annotated, Final, Literal
 
-from fastapi import APIRouter, HTTPException, Path, Query, Response
+from fastapi import APIRouter, HTTPException, Response
 
 from leeway.replay.run_records import Action, ControlRequest
+from leeway.services.api import parameters
 from leeway.services.api.examples import example, shown
+from leeway.services.api.parameters import WaitS
 from leeway.services.api.problems import documented
 from leeway.services.api.reader import answer_deadline
 from leeway.services.api.resources import ControlAnswer
@@ -23,8 +25,6 @@ from leeway.services.api.served import Served
 TAKE_UP_S: Final = 600.0
 """Within which the learner may take up a request; a step may be long."""
 LOOK_S: Final = 0.1
-
-WaitS = Annotated[float, Query(ge=0, le=30)]
 
 _AWAITED: Final[dict[Action, str]] = {
     "drain": "the learner closes admission, trains what is left, writes a checkpoint and ends",
@@ -72,19 +72,22 @@ def control_router(served: Served) -> APIRouter:
 
     @router.post("/checkpoint", responses=accepted)
     async def checkpoint(response: Response, wait_s: WaitS = 5) -> ControlAnswer:
-        """Write a checkpoint now. `wait_s`: how long to wait for the answer."""
+        """Write a checkpoint now."""
         await _check_runs(served)
         return await _ask(served, "checkpoint", response, wait_s)
 
     @router.post("/publish", responses=accepted)
     async def publish(response: Response, wait_s: WaitS = 5) -> ControlAnswer:
-        """Send the learner's version to every engine now. `wait_s`: how long to wait for it."""
+        """Send the learner's version to every engine now."""
         await _check_runs(served)
         return await _ask(served, "publish", response, wait_s)
 
     @router.get("/{action}", responses=example("control"))
     async def latest(
-        action: Annotated[Literal["drain", "checkpoint", "publish"], Path()],
+        action: Annotated[
+            Literal["drain", "checkpoint", "publish"],
+            parameters.name("checkpoint", "What was asked of the learner."),
+        ],
     ) -> ControlAnswer:
         """How far the latest request of this kind is."""
         async with answer_deadline():

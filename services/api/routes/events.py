@@ -6,15 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Final
+from typing import Final
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from leeway.replay.errors import LeewayError
 from leeway.services.api.examples import example
 from leeway.services.api.hub import Listener, place_of
+from leeway.services.api.parameters import After, LastEventId, StreamS
 from leeway.services.api.problems import problem
 from leeway.services.api.served import Served
 
@@ -33,9 +34,9 @@ def events_router(served: Served) -> APIRouter:
 
     @router.get("/events", response_class=StreamingResponse, responses=example("events"))
     async def events(
-        last_event_id: Annotated[str | None, Header(max_length=100)] = None,
-        after: Annotated[str | None, Query(max_length=100)] = None,
-        wait_s: Annotated[float | None, Query(ge=0, le=86400)] = None,
+        last_event_id: LastEventId = None,
+        after: After = None,
+        wait_s: StreamS = None,
     ) -> Response:
         """What happens, as it happens: `event`, `status`, `step`, `trajectory`, each with an id.
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 
 from leeway.replay.chain import chain, seconds_by_side
-from leeway.services.api import resources
+from leeway.services.api import parameters, resources
 from leeway.services.api.examples import example
 from leeway.services.api.models import Held
 from leeway.services.api.reader import Look, answer_deadline
@@ -49,8 +49,8 @@ def parts_router(served: Served) -> APIRouter:
 
     @router.get("/learner/steps", responses=example("steps"))
     async def steps(
-        cursor: Annotated[int, Query(ge=0, le=10**9)] = 0,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        cursor: Annotated[int, parameters.cursor(40, ge=0, le=10**9)] = 0,
+        limit: Annotated[int, parameters.limit(1000)] = 100,
     ) -> resources.Page[dict[str, Any]]:
         """One record per optimizer step behind step `cursor`, in order: the line of metrics.jsonl.
         The newest 4096 are kept. Who has read to the end reads on later with the last step.

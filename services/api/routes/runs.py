@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
-from fastapi import APIRouter, HTTPException, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 
 from leeway.replay.errors import ConfigurationError
-from leeway.services.api.examples import example
+from leeway.services.api import parameters
+from leeway.services.api.examples import RUN, example
 from leeway.services.api.models import Status
 from leeway.services.api.reader import Look
 from leeway.services.api.resources import Page, RunItem
@@ -44,15 +45,17 @@ def runs_router(served: Served) -> APIRouter:
 
     @router.get("/runs", responses=example("runs"))
     async def runs(
-        cursor: Annotated[str | None, Query(pattern=NAME)] = None,
-        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+        cursor: Annotated[str | None, parameters.cursor(RUN, pattern=NAME)] = None,
+        limit: Annotated[int, parameters.limit(200)] = 50,
     ) -> Page[RunItem]:
         """Runs in the folder that this API sees, newest name first; the served one among them."""
         look = await served.reader.look()
         return await asyncio.to_thread(_page, served, look, cursor, limit)
 
     @router.get("/runs/{name}", responses=example("run"))
-    async def run(name: str) -> RunItem:
+    async def run(
+        name: Annotated[str, parameters.name(RUN, "Name of a run: that of its directory.")],
+    ) -> RunItem:
         """One of them."""
         look = await served.reader.look()
         found = await asyncio.to_thread(_one, served, look, name)

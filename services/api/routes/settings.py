@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, HTTPException, Response
 
 from leeway.replay.run_records import LiveSettings
 from leeway.services.api.examples import example, sent
+from leeway.services.api.parameters import IfMatch
 from leeway.services.api.problems import documented, validating
 from leeway.services.api.reader import Look, answer_deadline
 from leeway.services.api.resources import SettingInfo, Settings, SettingsChange
@@ -38,13 +39,15 @@ def settings_router(served: Served) -> APIRouter:
 
     @router.patch("/settings", responses={**example("settings"), **documented(409, 412)})
     async def change(
-        request: Request, response: Response, body: Annotated[SettingsChange, sent("settings")]
+        response: Response,
+        body: Annotated[SettingsChange, sent("settings")],
+        if_match: IfMatch = None,
     ) -> Settings:
         """Change some. The learner applies its own before its next step, the workers theirs within
         two seconds; read `applied` until `is_applied`. With `If-Match` (the ETag of the GET) it is
         refused where somebody else has changed them meanwhile.
         """
-        after = await _change(served, body.values, request.headers.get("if-match"))
+        after = await _change(served, body.values, if_match)
         words = ", ".join(f"{key} = {value:g}" for key, value in sorted(body.values.items()))
         await served.note("settings", f"revision {after.revision}: {words}")
         response.headers["ETag"] = tag_of(after)
