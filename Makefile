@@ -30,6 +30,7 @@ demo: setup  ## Train a search agent on this machine's CPU and watch it learn.
 test: setup lint types  ## Check everything, vLLM and Ray included; what CI runs.
 	@# The rehearsal of the chart needs Helm, too.
 	$(BIN)/python tests/helm/tools.py
+	$(MAKE) sbom
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/parity --ignore=tests/helm --ignore=tests/browser
 	$(MAKE) helm-test
 	$(MAKE) browser

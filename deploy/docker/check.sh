@@ -2,6 +2,7 @@
 # Builds the images for CPUs and runs them as Kubernetes would: no root, root file system read-only,
 # no capability. With actor and learner a Redis, `leeway serve` and the learner must train two steps
 # together, with api beside them ready; api by itself must live. Each must end with 0 after SIGTERM.
+# What each holds of Debian is written to build/sbom, beside what `make sbom` writes.
 # Needs buildah, podman and runc and, without BASE, mmdebstrap; 12 GB of disk and ten minutes.
 #
 #     deploy/docker/check.sh [api] [learner] [actor]
@@ -101,6 +102,13 @@ says_version() {
         --ulimit "nofile=$files:$files" --ulimit nproc=4096:4096 --tmpfs /tmp "$(image "$1")" --version
 }
 
+# The packages that Debian has put into an image.
+write_sbom() {
+    mkdir -p build/sbom
+    engine run --rm --network none --entrypoint cat "$(image "$1")" /var/lib/dpkg/status \
+        | python3 -m requirements.debian "leeway-$1" > "build/sbom/$1.debian.cdx.json"
+}
+
 # Of the container's first process, as the kernel says: its user, its capabilities, its root.
 check_user_and_init() {
     local pid
@@ -148,7 +156,7 @@ if [[ -z ${TAG:-} ]]; then
     [[ -n ${BASE:-} ]] || make_base
     for name in "${names[@]}"; do build "$name"; done
 fi
-for name in "${names[@]}"; do says_version "$name"; done
+for name in "${names[@]}"; do says_version "$name"; write_sbom "$name"; done
 if has learner && has actor; then
     check_run
 elif has api; then

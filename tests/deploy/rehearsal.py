@@ -10,7 +10,7 @@ import psutil
 from leeway.services.layout import RunDirectory
 from tests.helm.chart import CHART, CUSTOM_KINDS, NAMESPACE, RELEASE, helm, parsed
 
-from .local_processes import SMALL, Place, Process, steps_of
+from .local_processes import SMALL, Place, Process, children_of, steps_of
 from .release import Release
 
 VALUES = """
@@ -78,7 +78,14 @@ class Rehearsal:
         self.place.until(deployed, 600)
 
     def kill(self, component: str) -> None:
-        self.running.pop(component).kill()
+        """A pod ends with all of its processes. Ray's would end by themselves, but for some of
+        those of Serve."""
+        process = self.running.pop(component)
+        inside = children_of(process)
+        process.kill()
+        for child in inside:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def until_more_steps(self, timeout_s: float = 400) -> None:
         before = max(steps_of(self.run), default=0)

@@ -97,5 +97,14 @@ def test_an_update_ends_the_last_pod_first_and_no_step_is_lost(release: Release,
     assert summary["steps"] == 8
     assert steps_of(play.run) == list(range(1, 9)), "no step was trained twice"
     assert all(play.running[pod].is_alive for pod in PODS), "they wait for SIGTERM"
+
+    # A pod that is deleted after the end ends both; the StatefulSet makes them again.
     end_both_by(play, "learner-1")
+    written = play.run.summary.stat().st_mtime_ns
+    start_pods(play)
+    place.until(lambda: play.run.summary.stat().st_mtime_ns != written, 600, *play.running.values())
+    assert json.loads(play.run.summary.read_text())["steps"] == 8
+    assert steps_of(play.run) == list(range(1, 9)), "the end is found again, nothing is trained"
+    assert all(play.running[pod].is_alive for pod in PODS), "they wait for SIGTERM again"
+    end_both_by(play, "learner")
     assert play.running["redis"].stop() == 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helm.tools import CHECKOV, FOLDER, ROOT, SCHEMAS
+from tests.helm.schemas import OPERATORS, OWN
+from tests.helm.tools import CHECKOV, FOLDER, SCHEMAS
 
 sys.path.append(str(SCHEMAS))
 
@@ -43,14 +43,14 @@ def checkov(pytestconfig: pytest.Config) -> Path:
     return CHECKOV
 
 
-@pytest.fixture(scope="session")
-def crd_folder() -> Path:
-    """CustomResourceDefinitions of KubeRay and the Prometheus operator. They are not ours to copy:
-    $CRD_DIR names a folder of them, else they lie in shared/crds beside the repository."""
-    folder = Path(os.environ.get("CRD_DIR", ROOT.parent / "shared" / "crds"))
-    if not list(folder.glob("*.yaml")):
+@pytest.fixture(scope="session", params=["own", "operators"])
+def crd_folder(request: pytest.FixtureRequest) -> Path:
+    """Definitions of RayService, ServiceMonitor and PrometheusRule: ours, then the operators'."""
+    if request.param == "own":
+        return OWN
+    if not list(OPERATORS.glob("*.yaml")):
         pytest.skip(
-            f"{folder} holds no CustomResourceDefinitions: set CRD_DIR to a folder with those of "
-            "KubeRay 1.7 and the Prometheus operator"
+            f"{OPERATORS} holds no CustomResourceDefinitions, so only our own were used: set "
+            "CRD_DIR to a folder with those of KubeRay 1.7 and the Prometheus operator"
         )
-    return folder
+    return OPERATORS

@@ -1,13 +1,18 @@
 """Strict checks of objects against schemas: a field that no schema knows is a fault.
 
 Kinds of Kubernetes are checked by the schemas that kubernetes-validate ships, those of a
-CustomResourceDefinition by its own, closed first: the API server drops what they do not name. A
-kind without a schema is a fault, too.
+CustomResourceDefinition by its own, closed first: the API server drops what they do not name. The
+pods inside a RayService are checked by Kubernetes' schemas besides. A kind without a schema is a
+fault, too.
+
+Two sets of definitions can be had: OWN, which hold no more than what the chart uses, and those of
+the operators, which are not ours to copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +20,14 @@ from typing import Any
 import jsonschema
 import yaml
 
+from tests.helm.chart import pods
+from tests.helm.tools import ROOT
+
 Schema = dict[str, Any]
 
+OWN = Path(__file__).parent / "definitions"
+OPERATORS = Path(os.environ.get("CRD_DIR", ROOT.parent / "shared" / "crds"))
+"""With the definitions of KubeRay and the Prometheus operator; it may be missing."""
 VERSIONS = ("1.27.0", "1.32.0", "1.37.0")
 """Of Kubernetes: the oldest that Chart.yaml admits, one in wide use, the newest."""
 VERBATIM = (
@@ -33,9 +44,31 @@ def faults(
     """Sentences of what is wrong with one object under a version of Kubernetes."""
     name = f"{document.get('kind')}/{document.get('metadata', {}).get('name')}"
     validator = custom.get((document.get("apiVersion", ""), document.get("kind", "")))
-    if validator is not None:
-        return [f"{name} {_at(e)}: {e.message[:MAX_TEXT]}" for e in validator.iter_errors(document)]
-    return [f"{name} {fault}" for fault in _core_faults(document, version)]
+    if validator is None:
+        return [f"{name} {fault}" for fault in _core_faults(document, version)]
+    found = [f"{name} {_at(e)}: {e.message[:MAX_TEXT]}" for e in validator.iter_errors(document)]
+    if found or document["kind"] != "RayService":
+        return found
+    return [
+        f"{where} {fault}"
+        for where, template in _pod_templates(document)
+        for fault in _core_faults(template, version)
+    ]
+
+
+def _pod_templates(ray: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, a PodTemplate) for all that is Kubernetes' own in a RayService."""
+    made = {pod.where: pod.template for pod in pods([dict(ray)])}
+    cluster = ray["spec"]["rayClusterConfig"]
+    scaler = cluster.get("autoscalerOptions", {})
+    same = {k: scaler[k] for k in ("resources", "securityContext", "volumeMounts") if k in scaler}
+    redis = cluster.get("gcsFaultToleranceOptions", {})
+    given = [{"name": k, **redis[k]} for k in ("redisUsername", "redisPassword") if k in redis]
+    container = {"name": "autoscaler", "image": "ray", "env": given, **same}
+    made["RayService autoscaler and Redis"] = {"spec": {"containers": [container]}}
+    for where, template in made.items():
+        shown = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "ray"}}
+        yield where, {**shown, "template": template}
 
 
 def _core_faults(document: Mapping[str, Any], version: str) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helm import api_server
+from tests.helm import api_server, schemas
 from tests.helm.chart import CHART, CI_NAMES, CUSTOM_KINDS, HELMS, parsed, pods
 from tests.helm.conftest import leave
 from tests.helm.tools import FOLDER
@@ -73,9 +73,9 @@ class Cluster:
 def built_server(
     pytestconfig: pytest.Config,
     tmp_path_factory: pytest.TempPathFactory,
-    crd_folder: Path,
 ) -> Iterator[Cluster]:
-    """One server for all tests, with the CustomResourceDefinitions of KubeRay and Prometheus."""
+    """One server for all tests. It has the definitions of KubeRay and the Prometheus operator, or
+    ours where those are missing."""
     if not (api_server.SERVER.is_file() and api_server.ETCD.is_file()):
         reason = api_server.why_not()
         if reason is not None:
@@ -86,7 +86,9 @@ def built_server(
         chart = api_server.older_chart(folder)
         cluster = Cluster(config, chart, folder)
         cluster.refusal = cluster.tried("helm4", "install", "rel", str(chart)).stderr
-        for definition in api_server.older_definitions(crd_folder):
+        theirs = list(schemas.OPERATORS.glob("*.yaml"))
+        definitions = schemas.OPERATORS if theirs else schemas.OWN
+        for definition in api_server.older_definitions(definitions):
             if definition["metadata"]["name"] in DEFINITIONS:
                 cluster.run("kubectl", "create", "--filename=-", text=yaml.safe_dump(definition))
         until_served(cluster)
