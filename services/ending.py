@@ -1,8 +1,9 @@
-"""The end of a run, as the learner sees it: trained, evaluated, results written."""
+"""The end of a run, as the learner sees it: trained, evaluated, results written; or an error."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -13,8 +14,20 @@ from leeway.replay.errors import WaitTimeout
 
 DONE_S: Final = 3600.0
 """How long the evaluation after training may take, engines that must be started again included."""
+ERROR_S: Final = 20
+"""How long the process may take to end after an error, besides what its sinks may."""
 LOOK_S: Final = 0.5
 STAY_S: Final = 2.0
+
+
+def end_within(seconds: int) -> None:
+    """Let SIGALRM end this process after so many seconds, wherever it is then.
+
+    Where memory is refused, a thread that was just started may die before it says that it runs,
+    and Thread.start waits for that for ever. What an error leads to can start threads: closing the
+    event loop does.
+    """
+    signal.alarm(seconds)
 
 
 async def until_done(

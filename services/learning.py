@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ from leeway.replay.vigil import Vigil
 from leeway.services.beginning import Beginning, until_training
 from leeway.services.config import RunConfig
 from leeway.services.config_machine import check_packages
-from leeway.services.ending import until_done, until_stopped
+from leeway.services.ending import ERROR_S, end_within, until_done, until_stopped
 from leeway.services.heartbeat import Heartbeat
 from leeway.services.layout import RunDirectory
 from leeway.services.learner_orders import Change, End, Gather, Idle, Order, Save, Train
@@ -147,6 +148,9 @@ class LearnerProcess:
         except LearnerStopped:
             self._save_and_wait()
             self._order(End())
+            raise
+        except Exception:
+            end_within(ERROR_S + math.ceil(self._metering.finish_s))
             raise
         # After an error the others are told nothing: it would wait for one that may be what failed,
         # and hide the error meanwhile. They end when this process closes its connections.

@@ -35,6 +35,9 @@ class Sinks:
         """`builders`: by the name of the sink; each is called on the sink's thread."""
         self._lines = [_Line(name, build) for name, build in builders.items()]
 
+    def __len__(self) -> int:
+        return len(self._lines)
+
     def step(self, step: int, record: Mapping[str, object]) -> None:
         """One optimizer step: the numbers of a line of metrics.jsonl; of a list its mean."""
         metrics = numbers(record)
