@@ -105,7 +105,8 @@ says_version() {
 # The packages that Debian has put into an image.
 write_sbom() {
     mkdir -p build/sbom
-    engine run --rm --network none --entrypoint cat "$(image "$1")" /var/lib/dpkg/status \
+    engine run --rm --network none --entrypoint cat --ulimit "nofile=$files:$files" \
+        --ulimit nproc=4096:4096 "$(image "$1")" /var/lib/dpkg/status \
         | python3 -m requirements.debian "leeway-$1" > "build/sbom/$1.debian.cdx.json"
 }
 
