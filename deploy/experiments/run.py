@@ -35,7 +35,7 @@ LEAST_S: Final = 30.0
 SHARE: Final = "gpu-share.txt"
 """In a sweep's folder: the share of a GPU that its arms last ran with."""
 MAX_ARCHIVE_BYTES: Final = 16 * 2**20
-SHARES: Final = (0.1, 0.167, 0.25)
+MEMORY_GIB: Final = (8.0, 14.0, 20.0)
 """Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
 
 
@@ -89,7 +89,7 @@ def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
         ends_at = min(ends_at, time.monotonic() + options.at_most * 60)
     # What an earlier call found out: with less, arms that are cut off would fail when they go on.
     least = float(known.read_text(encoding="utf-8")) if known.is_file() else 0.0
-    shares = (0.0,) if options.cpu else tuple(share for share in SHARES if share >= least)
+    shares = (0.0,) if options.cpu else tuple(share for share in _shares() if share >= least)
     for number, share in enumerate(shares):
         left_s = ends_at - time.monotonic()
         if left_s < LEAST_S:
@@ -116,6 +116,14 @@ def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
         if not _wants_memory(folder):
             break
     return 0
+
+
+def _shares() -> tuple[float, ...]:
+    """Those of this machine's GPU that hold so much memory."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    total_gib = float(listed.split()[0]) / 1024
+    return tuple(min(1.0, round(gib / total_gib, 3)) for gib in MEMORY_GIB)
 
 
 def _wants_memory(folder: Path) -> bool:

@@ -88,3 +88,15 @@ def test_a_sweep_without_an_ended_run_has_no_table(
     program._table(leave(tmp_path / "begun", []).root)
     said = capsys.readouterr()
     assert said.out == "" and "no arm of" in said.err
+
+
+def test_the_share_of_a_gpu_is_what_holds_so_many_gib_on_this_one(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text("#!/bin/sh\necho 81920\n")  # MiB: 80 GiB
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert program._shares() == (0.1, 0.175, 0.25)
+    asked.write_text("#!/bin/sh\necho 10240\n")
+    assert program._shares() == (0.8, 1.0, 1.0)
