@@ -51,7 +51,7 @@ from leeway.actors.serve_handles import (
 from leeway.actors.tokens import Tokens
 from leeway.actors.traced_policy import TracedPolicy
 from leeway.actors.worker import RolloutWorker
-from leeway.replay import tracing
+from leeway.replay import free_pages, tracing
 from leeway.replay.board import PolicyBoard, RunBoard
 from leeway.replay.config import ReplayConfig
 from leeway.replay.held_slots import HeldSlots
@@ -125,6 +125,7 @@ class PolicyServer:
         self._vigil = Vigil(self._run_board, self.engine_id, owns_loop=False)
         self._task = self._vigil.start(self._membership.run(), "its place on the policy board")
         self._snapshots = self._vigil.start(self._put_snapshots(), "its section of the run board")
+        self._giving_back = self._vigil.start(free_pages.keep_giving_back(), "giving memory back")
         await self._until_current(spec)
 
     async def _until_current(self, spec: ActorSpec) -> None:
@@ -200,9 +201,10 @@ class PolicyServer:
         await self._policy.check()
 
     async def __del__(self) -> None:
-        self._task.cancel()
-        self._snapshots.cancel()
-        await asyncio.gather(self._task, self._snapshots, return_exceptions=True)
+        tasks = (self._task, self._snapshots, self._giving_back)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         # First of all: what follows may wait for a Redis that is away, and Ray does not wait long.
         await self._policy.close()
         await self._vigil.end()
@@ -238,6 +240,7 @@ class RetrieverServer:
             max_queue=RETRIEVER_REQUESTS, timeout_s=spec.search.retriever_timeout_s
         )
         self._searches = RetrievalService(index, limits)
+        self._giving_back = asyncio.create_task(free_pages.keep_giving_back())
 
     async def search(self, query: str, top_k: int, traceparent: str | None = None) -> list[Passage]:
         """See Retriever.search; `traceparent` is the span that waits for it."""
@@ -246,6 +249,7 @@ class RetrieverServer:
         return passages_of(hits)
 
     async def __del__(self) -> None:
+        self._giving_back.cancel()
         await self._searches.close()
         await asyncio.to_thread(tracing.stop)
 
@@ -284,6 +288,7 @@ class RolloutServer:
         self._waited: deque[tuple[float, float]] = deque(maxlen=RECENT_SNAPSHOTS)
         self._vigil = Vigil(self._board, self.worker_id, owns_loop=False)
         self._task = self._vigil.start(self._follow_phase(), "following the phase of the run")
+        self._giving_back = self._vigil.start(free_pages.keep_giving_back(), "giving memory back")
 
     async def _build_worker(self, policy: HandlePolicy) -> RolloutWorker:
         spec = self._spec
@@ -389,8 +394,10 @@ class RolloutServer:
             self._task.result()
 
     async def __del__(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        tasks = (self._task, self._giving_back)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._vigil.end()
         if self._playing is not None:
             await self._stop_playing()

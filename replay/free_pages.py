@@ -8,6 +8,7 @@ long as there is a new largest.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import time
 from typing import Final
@@ -23,7 +24,6 @@ LARGE_BLOCKS: Final = {
 }
 """Environment of those that compute."""
 
-
 EVERY_S: Final = 60.0
 
 _given_back_at = -EVERY_S
@@ -37,6 +37,19 @@ def give_back() -> None:
     if now - _given_back_at < EVERY_S:
         return
     _given_back_at = now
+    _trim()
+
+
+async def keep_giving_back() -> None:
+    """Hand free pages back every EVERY_S, until cancelled: for a process whose work has no natural
+    pause. Each request leaves something small that lives a little longer between blocks that are
+    freed, so the next one's large blocks do not fit and the heap is made longer."""
+    while True:
+        await asyncio.sleep(EVERY_S)
+        _trim()
+
+
+def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

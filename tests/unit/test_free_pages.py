@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import types
 
@@ -36,6 +37,20 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(free_pages, "_given_back_at", -1e9)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
     free_pages.give_back()
+
+
+async def test_a_process_without_pauses_gives_back_for_as_long_as_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, trims: list[int]
+):
+    monkeypatch.setattr(free_pages, "EVERY_S", 0.001)
+    giving = asyncio.create_task(free_pages.keep_giving_back())
+    async with asyncio.timeout(60):
+        while len(trims) < 3:
+            await asyncio.sleep(0.001)
+    giving.cancel()
+    await asyncio.gather(giving, return_exceptions=True)
+    assert giving.cancelled()
+    assert set(trims) == {0}
 
 
 def test_fewer_arenas_do_not_pass_for_bounds_of_an_operator(monkeypatch: pytest.MonkeyPatch):
