@@ -3,9 +3,11 @@ another.
 
 Registered with transformers under NAME, so that every model whose attention goes through its
 interface can be packed. On a GPU in half precision one kernel of variable lengths does a layer
-(torch.nn.attention.varlen); otherwise each trajectory is attended by itself.
+(torch.nn.attention.varlen); otherwise, on a GPU, all trajectories at once, made as long as the
+longest. On a CPU, or where that would be mostly padding, each trajectory is attended by itself.
 
-Letters: `P` tokens of a pack, `A` attention heads, `D` width of one.
+Letters: `P` tokens of a pack, `R` its trajectories, `L` tokens of the longest, `A` attention heads,
+`D` width of one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from leeway.replay.errors import ConfigurationError
 
 NAME: Final = "leeway_packed"
+MAX_PADDED: Final = 4
+"""Times the tokens of a pack that its trajectories may have when all are as long as the longest."""
 MAX_HEAD_DIM: Final = 256
 """Of the kernel of variable lengths."""
 _GROUPED_HEADS: Final = (
@@ -130,7 +134,13 @@ def attend(
         return _attend_at_once(
             query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window
         ), None
-    # On a GPU in float32 this waits for the device, once a layer.
+    if query.is_cuda and max_length_q is not None:
+        num_padded = (len(cu_seq_lens_q) - 1) * max_length_q
+        if num_padded <= MAX_PADDED * query.shape[2]:
+            return _attend_padded(
+                query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window
+            ), None
+    # On a GPU this waits for the device, once a layer.
     lengths: list[int] = cu_seq_lens_q.diff().tolist()
     parts = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
     outputs = [_attend_rows(q, k, v, scaling, sliding_window) for q, k, v in parts]
@@ -192,6 +202,36 @@ def _attend_at_once(
         **_GROUPED_HEADS,
     )
     return output[None]
+
+
+def _attend_padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_R1: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """[1, P, A, D] by one call, where a call for each trajectory would be some hundred kernels.
+
+    What stands behind a trajectory's end is some token of the pack. No token sees it, since all see
+    only what is to their left, and what comes out there is dropped.
+    """
+    num_heads, num_tokens = query.shape[1:3]
+    start_R, end_R = starts_R1[:-1].long(), starts_R1[1:].long()
+    token_P = torch.arange(num_tokens, device=query.device)
+    token_RL = (start_R[:, None] + token_P[:longest]).clamp(max=num_tokens - 1)
+    row_P = torch.searchsorted(end_R, token_P, right=True)
+    place_P = row_P * longest + token_P - start_R[row_P]
+
+    def padded(x: Tensor) -> Tensor:
+        x = x[0].index_select(1, token_RL.flatten()).unflatten(1, token_RL.shape)
+        # Heads that share keys get their own: the fast kernel of float32 knows no groups.
+        return x.repeat_interleave(num_heads // len(x), 0).transpose(0, 1)
+
+    output = _attend_rows(padded(query), padded(key), padded(value), scaling, window)
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, place_P)[None]
 
 
 def _attend_rows(

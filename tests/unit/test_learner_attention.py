@@ -28,7 +28,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from leeway.learner.attention import NAME, _attend_rows, _band, hidden_states, use_packed_attention
+from leeway.learner.attention import (
+    NAME,
+    _attend_padded,
+    _attend_rows,
+    _band,
+    hidden_states,
+    use_packed_attention,
+)
 from leeway.learner.batch import MicroBatch
 from leeway.learner.model import Network
 from leeway.replay.errors import ConfigurationError
@@ -166,6 +173,31 @@ def test_a_window_as_long_as_the_row_is_plain_causal_attention() -> None:
     full = _attend_rows(query, key, value, None, None)
     torch.testing.assert_close(_attend_rows(query, key, value, None, 5), full)
     assert not torch.allclose(_attend_rows(query, key, value, None, 4), full)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("num_key_heads", [4, 2, 1])
+@pytest.mark.parametrize("lengths", [[5], [1, 4, 2], [3, 3], [2, 6, 1, 1]])
+def test_attention_to_all_trajectories_at_once_is_that_to_each_alone(
+    lengths: list[int], num_key_heads: int, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    heads = (4, num_key_heads, num_key_heads)
+    packed = [
+        torch.randn(1, n, sum(lengths), 8, dtype=torch.float64, requires_grad=True) for n in heads
+    ]
+    weights = torch.randn(1, sum(lengths), 4, 8, dtype=torch.float64)
+
+    def with_gradients(output: Tensor) -> tuple[Tensor, ...]:
+        return output, *torch.autograd.grad((weights * output).sum(), packed)
+
+    parts = zip(*(x.split(lengths, 2) for x in packed), strict=True)
+    rows = [_attend_rows(q, k, v, None, window) for q, k, v in parts]
+    expected = with_gradients(torch.cat(rows, 2).transpose(1, 2))
+    starts_R1 = torch.tensor([0, *lengths]).cumsum(0).int()
+    query, key, value = packed
+    found = _attend_padded(query, key, value, starts_R1, max(lengths), None, window)
+    torch.testing.assert_close(with_gradients(found), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_attention_is_set_once_and_is_not_saved(tmp_path: Any) -> None:
