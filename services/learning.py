@@ -120,7 +120,13 @@ class LearnerProcess:
         if self._world.rank == 0:
             await self._lead()
         else:
-            await self._follow()
+            try:
+                await self._follow()
+            except LearnerStopped:
+                raise
+            except Exception:
+                end_within(ERROR_S)
+                raise
         self._world.close()
 
     # ---- rank 0

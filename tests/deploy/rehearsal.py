@@ -64,16 +64,21 @@ class Rehearsal:
             name, _, ordinal = component.partition("-")
             self.running[component] = self.release.start(name, int(ordinal or 0))
 
-    def start_ray(self) -> None:
+    def start_ray(self, *, is_alone: bool = True) -> None:
         """Ray, and the applications as soon as it takes them. On a busy machine its start may fail,
-        since it waits 15 s for a process of its own: then it starts again, as a kubelet lets it."""
-        self.running["ray"] = self.release.start_ray()
+        since it waits 15 s for a process of its own: then it starts again, as a kubelet lets it.
+        Unless it `is_alone`, a node of workers starts beside it if none runs."""
+        self.running["ray"] = self.release.start_ray(is_alone=is_alone)
 
         def deployed() -> bool:
             if not self.running["ray"].is_alive:
-                self.running["ray"] = self.release.start_ray()
+                self.running["ray"] = self.release.start_ray(is_alone=is_alone)
             deploying = self.release.deploy()
-            return deploying.popen.wait(240) == 0
+            if deploying.popen.wait(240) != 0:
+                return False
+            if not is_alone and "ray-worker" not in self.running:
+                self.running["ray-worker"] = self.release.start_ray_worker()
+            return True
 
         self.place.until(deployed, 600)
 

@@ -100,37 +100,61 @@ class Release:
         environment = self.environment(component, ordinal)
         return self._place.start(*command, only=environment, log=f"{component}-{ordinal}")
 
-    def start_ray(self) -> Process:
-        """One machine that plays head and workers, with the resources of all of them."""
-        spec = find(self.documents, "RayService")["spec"]
-        groups = spec["rayClusterConfig"]["workerGroupSpecs"]
-        resources: dict[str, float] = {}
-        for group in groups:
-            resources |= yaml.safe_load(shlex.split(group["rayStartParams"]["resources"])[0])
+    def start_ray(self, *, is_alone: bool = True) -> Process:
+        """The head. `is_alone`: it plays the workers, too, with the resources of all of them."""
         head, state = self._head_component, self.ray_state()
         ports = {
             "port": self.port(head, 6379),
             "dashboard-port": self.port(head, 8265),
             "dashboard-agent-listen-port": self.port(head, 52365),
-            "dashboard-agent-grpc-port": free_port(),
             "ray-client-server-port": free_port(),
-            "runtime-env-agent-port": free_port(),
-            "metrics-export-port": free_port(),
-            "min-worker-port": 0,
-            "max-worker-port": 0,
         }
         # Sockets lie in this folder, and their paths may have 107 characters.
         self.ray_folders.append(tempfile.mkdtemp(prefix="r-", dir="/tmp"))
-        return self._place.start(
-            *("ray", "start", "--head", "--block", "--num-cpus=16", "--include-dashboard=true"),
+        return self._start_node(
+            *("--head", "--include-dashboard=true"),
+            *(self._worker_resources() if is_alone else ["--num-cpus=0"]),
             *(f"--{name}={port}" for name, port in ports.items()),
-            *("--node-ip-address=127.0.0.1", "--object-store-memory=134217728"),
-            f"--resources={json.dumps(resources)}",
             f"--temp-dir={self.ray_folders[-1]}",
             *(f"--{name}={value}" for name, value in state.options.items()),
             only=self.environment(head) | state.environment,
             log="ray",
         )
+
+    def start_ray_worker(self) -> Process:
+        """One machine that plays all groups of workers, beside a head that is not alone."""
+        waits = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}  # as KubeRay sets it
+        component = next(p.component for p in pods(self.documents) if p.where.endswith(" policy"))
+        return self._start_node(
+            f"--address=127.0.0.1:{self.port(self._head_component, 6379)}",
+            *self._worker_resources(),
+            f"--dashboard-agent-listen-port={free_port()}",
+            only=self.environment(component) | waits,
+            log="ray-worker",
+        )
+
+    def _start_node(self, *options: str, only: Mapping[str, str], log: str) -> Process:
+        ports = {
+            "dashboard-agent-grpc-port": free_port(),
+            "runtime-env-agent-port": free_port(),
+            "metrics-export-port": free_port(),
+            "min-worker-port": 0,
+            "max-worker-port": 0,
+        }
+        return self._place.start(
+            *("ray", "start", "--block", *options),
+            *(f"--{name}={port}" for name, port in ports.items()),
+            *("--node-ip-address=127.0.0.1", "--object-store-memory=134217728"),
+            only=only,
+            log=log,
+        )
+
+    def _worker_resources(self) -> list[str]:
+        spec = find(self.documents, "RayService")["spec"]
+        resources: dict[str, float] = {}
+        for group in spec["rayClusterConfig"]["workerGroupSpecs"]:
+            resources |= yaml.safe_load(shlex.split(group["rayStartParams"]["resources"])[0])
+        return ["--num-cpus=16", f"--resources={json.dumps(resources)}"]
 
     def ray_state(self) -> RayState:
         """What KubeRay makes of gcsFaultToleranceOptions for the head."""

@@ -30,8 +30,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def release(place: Place) -> Iterator[Release]:
-    found = small_release(place, num_steps=12)
+def release(request: pytest.FixtureRequest, place: Place) -> Iterator[Release]:
+    """Of 12 steps, or of as many as the test's parameter says."""
+    found = small_release(place, num_steps=getattr(request, "param", 12))
     yield found
     for folder in found.ray_folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -76,6 +77,24 @@ def test_each_process_of_the_chart_is_killed_once_and_the_run_ends(release: Rele
     )
     codes = {name: play.running[name].stop() for name in ("learner", "api", "redis")}
     assert codes == {"learner": 0, "api": 0, "redis": 0}
+
+
+@pytest.mark.parametrize("release", [10_000], indirect=True, ids=["endless"])
+def test_the_workers_of_ray_stay_while_their_head_is_replaced(release: Release, place: Place):
+    play = Rehearsal(release, place)
+    play.start("redis", "learner")
+    play.start_ray(is_alone=False)
+    play.until_more_steps()
+    engine = replica("PolicyServer")
+    assert engine is not None
+
+    play.kill("ray")
+    play.start_ray(is_alone=False)
+    play.until_more_steps()
+
+    assert play.running["ray-worker"].is_alive
+    assert replica("PolicyServer") == engine, "it need not be loaded again"
+    assert engine.is_running()
 
 
 def answers(play: Rehearsal) -> dict[str, int]:

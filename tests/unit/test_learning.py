@@ -1,4 +1,8 @@
-"""The bound is asserted on what is about to be trained."""
+"""The learner's process: when it begins, what it asserts before it trains, how it ends."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -8,8 +12,9 @@ from leeway.replay.errors import StalenessViolation, WaitTimeout
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease, Slot
 from leeway.replay.synthetic import build_group
+from leeway.services import learning
 from leeway.services.beginning import until_training
-from leeway.services.learning import check_staleness
+from leeway.services.learning import LearnerProcess, check_staleness
 
 
 def lease(learner_version: int, *versions: int) -> Lease:
@@ -90,3 +95,47 @@ def test_exact_refuses_a_group_that_is_too_young():
     check_staleness(lease(10, 8, 8), exact)
     with pytest.raises(StalenessViolation, match=r"group g9 .* staleness 1, .* must be 2"):
         check_staleness(lease(10, 8, 9), exact)
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Seconds that a process was given to end."""
+    given: list[int] = []
+    monkeypatch.setattr(learning, "end_within", given.append)
+    return given
+
+
+def failing_rank(rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A rank whose first work fails, without a model and without Redis."""
+    process: Any = object.__new__(LearnerProcess)
+    process._world = SimpleNamespace(rank=rank, close=lambda: None)
+    process._follow = process._join = AsyncMock(side_effect=error)
+    for name in ("_connect", "_save_and_wait", "_order"):
+        setattr(process, name, MagicMock())
+    for name in ("_board", "_replay", "_policies"):
+        setattr(process, name, AsyncMock())
+    process._metering = AsyncMock(finish_s=4.5)
+    process._config, process._run = MagicMock(), MagicMock()
+    monkeypatch.setattr(learning, "tracing", MagicMock())
+    monkeypatch.setattr(learning, "Records", lambda *_: SimpleNamespace(keep=AsyncMock()))
+    return process
+
+
+@pytest.mark.parametrize(("rank", "seconds"), [(0, 20 + 5), (1, 20)])
+async def test_after_an_error_no_rank_may_hang_at_its_end(
+    rank: int, seconds: int, deadlines: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    process = failing_rank(rank, MemoryError("no more"), monkeypatch)
+    with pytest.raises(MemoryError):
+        await process.run()
+    assert deadlines == [seconds]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_stop_is_no_error_and_may_take_its_time(
+    rank: int, deadlines: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    process = failing_rank(rank, LearnerStopped("asked to"), monkeypatch)
+    with pytest.raises(LearnerStopped):
+        await process.run()
+    assert deadlines == []
