@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -75,6 +76,55 @@ class _Places(NamedTuple):
     sin: Tensor
 
 
+class _Rows(NamedTuple):
+    """Rows of new tokens. Numbers of a row [B]: its slot, the position of its first new token.
+    Numbers of a token [N]: its row, and its place among the new ones of that row."""
+
+    row_N: Tensor
+    nth_N: Tensor
+    slot_B: Tensor
+    start_B: Tensor
+    num_new: int
+    """New tokens of the row that has most."""
+    num_read: int
+    """Positions of the longest row, new ones included."""
+
+    def ends(self, position_B: Tensor) -> _Rows:
+        """The same rows with one new token each, at its last position."""
+        row_B = torch.arange(len(position_B), device=position_B.device)
+        nth_B = torch.zeros_like(row_B)
+        return _Rows(row_B, nth_B, self.slot_B, position_B, 1, self.num_read)
+
+
+class _Sent(NamedTuple):
+    """What a pass needs of its rows, on the device."""
+
+    id_N: Tensor
+    slot_N: Tensor
+    position_N: Tensor
+    rows: _Rows
+    end_B: Tensor
+    """Of the N tokens, the last of each row."""
+
+
+def _send(feeds: Sequence[Feed], device: torch.device) -> _Sent:
+    """By one transfer: on a GPU each is waited for."""
+    slots, starts, lengths = np.array(
+        [(feed.slot, feed.start, len(feed.ids)) for feed in feeds], np.int64
+    ).T
+    ends = lengths.cumsum()
+    row_N = np.repeat(np.arange(len(feeds)), lengths)
+    nth_N = np.arange(ends[-1]) - (ends - lengths)[row_N]
+    ids = [i for feed in feeds for i in feed.ids]
+    numbers = (ids, slots[row_N], starts[row_N] + nth_N, row_N, nth_N, slots, starts, ends - 1)
+    sent = torch.from_numpy(np.concatenate(numbers, dtype=np.int64)).to(device)
+    id_N, slot_N, position_N, rows_N, nths_N, slot_B, start_B, end_B = sent.split(
+        [len(part) for part in numbers]
+    )
+    rows = _Rows(rows_N, nths_N, slot_B, start_B, int(lengths.max()), int((starts + lengths).max()))
+    return _Sent(id_N, slot_N, position_N, rows, end_B)
+
+
 class Decoder:
     """The network of a transformers module, with `num_slots` sequences of cached keys and values.
 
@@ -127,13 +177,10 @@ class Decoder:
 
     def logits(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits [B, V] behind the last new token of each row; its keys and values are kept."""
-        ids = [i for feed in feeds for i in feed.ids]
-        slots = [feed.slot for feed in feeds for _ in feed.ids]
-        positions = [feed.start + t for feed in feeds for t in range(len(feed.ids))]
-        ids_N, slot_N, position_N = torch.tensor([ids, slots, positions], device=self.device)
+        id_N, slot_N, position_N, rows, end_B = _send(feeds, self.device)
         places = self._places(slot_N, position_N)
-        x_NH = F.embedding(ids_N, self._embedding_VH)
-        attend = self._attention(feeds)
+        x_NH = F.embedding(id_N, self._embedding_VH)
+        attend = self._attention(feeds, rows)
         for i, layer in enumerate(self._layers[:-1]):
             q_NQD = self._write(x_NH, layer, self._layer_caches[i], places)
             x_NH = self._through(x_NH, attend(q_NQD, i), layer)
@@ -141,9 +188,7 @@ class Decoder:
         # a sixth of a prompt's work.
         layer = self._layers[-1]
         ends = [Feed(feed.slot, feed.start + len(feed.ids) - 1, feed.ids[-1:]) for feed in feeds]
-        attend = self._attention(ends)
-        lengths = [len(feed.ids) for feed in feeds]
-        end_B = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        attend = self._attention(ends, rows.ends(position_N[end_B]))
         q_BQD = self._write(x_NH, layer, self._layer_caches[-1], places)[end_B]
         read_BH = attend(q_BQD, len(self._layers) - 1)
         return self._head(self._norm(self._through(x_NH[end_B], read_BH, layer), self._norm_H))
@@ -208,11 +253,11 @@ class Decoder:
             [self._norm(q_NQD, layer.q_norm_D), self._norm(k_NKD, layer.k_norm_D)], dim=1
         )
 
-    def _attention(self, feeds: Sequence[Feed]) -> _Attend:
+    def _attention(self, feeds: Sequence[Feed], rows: _Rows) -> _Attend:
         num_tokens = sum(len(feed.ids) for feed in feeds)
         num_padded = len(feeds) * max(len(feed.ids) for feed in feeds)
         is_padded = self.pads_rows and num_padded <= MAX_PADDING * num_tokens
-        return self._padded(feeds) if is_padded else self._row_by_row(feeds)
+        return self._padded(rows) if is_padded else self._row_by_row(feeds)
 
     def _row_by_row(self, feeds: Sequence[Feed]) -> _Attend:
         lengths = [len(feed.ids) for feed in feeds]
@@ -230,18 +275,13 @@ class Decoder:
 
         return attend
 
-    def _padded(self, feeds: Sequence[Feed]) -> _Attend:
-        num_new = max(len(feed.ids) for feed in feeds)
-        num_read = max(feed.start + len(feed.ids) for feed in feeds)
-        rows = [b for b, feed in enumerate(feeds) for _ in feed.ids]
-        nths = [t for feed in feeds for t in range(len(feed.ids))]
-        row_N, nth_N = torch.tensor([rows, nths], device=self.device)
-        slot_B, start_B = torch.tensor([feed[:2] for feed in feeds], device=self.device).T
+    def _padded(self, rows: _Rows) -> _Attend:
+        row_N, nth_N, slot_B, start_B, num_new, num_read = rows
         position_BT = start_B[:, None] + torch.arange(num_new, device=self.device)
         mask_BTL = torch.arange(num_read, device=self.device) <= position_BT[..., None]
 
         def attend(q_NQD: Tensor, layer: int) -> Tensor:
-            q_BTQD = q_NQD.new_zeros(len(feeds), num_new, *q_NQD.shape[1:])
+            q_BTQD = q_NQD.new_zeros(len(slot_B), num_new, *q_NQD.shape[1:])
             q_BTQD[row_N, nth_N] = q_NQD
             kv = self._layer_caches[layer][..., :num_read, :][slot_B]
             k_BQLD, v_BQLD = kv.repeat_interleave(self._num_q // self._num_kv, 2).unbind(1)
@@ -283,7 +323,9 @@ class EagerStep:
         device = logits_BV.device
         uniform_BV = torch.rand(logits_BV.shape, generator=self._generator, device=device)
         token_B, lp_B = sample(logits_BV, torch.tensor(temperatures, device=device), uniform_BV)
-        return [Sampled(token_B.tolist(), lp_B.tolist())]
+        # By one transfer, in which both are exact.
+        tokens, logprobs = torch.stack((token_B.double(), lp_B.double())).tolist()
+        return [Sampled([int(token) for token in tokens], logprobs)]
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_BV: Tensor) -> tuple[Tensor, Tensor]:
