@@ -41,10 +41,13 @@ def give_back() -> None:
 
 
 async def keep_giving_back() -> None:
-    """Hand free pages back every EVERY_S, until cancelled: for a replica of Ray Serve, whose work
-    has no natural pause. Ray allocates a stack of 256 KiB for each call under way and touches a few
-    pages of it, each time elsewhere in what earlier stacks have left: without this the whole of
-    that room becomes memory in the course of hours. It takes a few milliseconds."""
+    """Hand free pages back every EVERY_S, until cancelled: for processes whose work has no natural
+    pause. It takes a few milliseconds.
+
+    A replica of Ray Serve needs it most. Ray allocates a stack of 256 KiB for each call under way
+    and touches a few pages of it, each time elsewhere in what earlier stacks have left: without
+    this the whole of that room becomes memory in the course of hours.
+    """
     while True:
         await asyncio.sleep(EVERY_S)
         _trim()

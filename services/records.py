@@ -31,6 +31,8 @@ class Records:
         self._run = run
         self._board = board
         self._seen = _last_id(run.events)
+        self._evaluated_at: float | None = None
+        """`updated_at` of the evaluations that were written last."""
 
     async def keep(self) -> None:
         """Copy every second, until cancelled."""
@@ -47,8 +49,9 @@ class Records:
         while events := await self._board.events(self._seen or "0-0", _AT_ONCE):
             self._append(events)
         evaluations = (await self._board.get_all()).get("eval")
-        if evaluations is not None:
-            _write(self._run.eval, evaluations)
+        if evaluations is not None and evaluations["updated_at"] != self._evaluated_at:
+            _write(self._run.eval, _with_samples(evaluations, _read(self._run.eval)))
+            self._evaluated_at = evaluations["updated_at"]
 
     def _append(self, events: list[Event]) -> None:
         lines = [
@@ -73,6 +76,30 @@ def _last_id(file: Path) -> str:
             lines.truncate(size - len(tail.rpartition(b"\n")[2]))
     whole = tail[: tail.rfind(b"\n") + 1].splitlines()
     return json.loads(whole[-1])["id"] if whole else ""
+
+
+def _with_samples(evaluations: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The transcripts that the board has dropped since stay where they were written before."""
+    known = {_moment(entry): entry for entry in before.get("history", []) if entry}
+    history = [
+        known.get(_moment(entry), entry) if entry and "samples" not in entry else entry
+        for entry in evaluations["history"]
+    ]
+    return {**evaluations, "history": history}
+
+
+def _moment(evaluation: dict[str, Any]) -> tuple[Any, Any]:
+    """Which one it is: a step may be evaluated again, after a resumption."""
+    return evaluation.get("step"), evaluation.get("duration_s")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Nothing where the file is missing or was damaged; the board says the scores again."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

@@ -192,7 +192,7 @@ def retriever_serve(
     ] = 10.0,
     cache: Annotated[
         int, typer.Option("--cache", min=0, help="Answers kept, the least recent go first.")
-    ] = 8192,
+    ] = 2048,
     dry_run: DryRunOfWork = False,
     as_json: Annotated[
         bool,

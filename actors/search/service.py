@@ -64,8 +64,9 @@ class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Queries that may wait; more are refused."""
     timeout_s: float = 10.0
     """Seconds a caller waits for its queries."""
-    max_cached: int = 8192
-    """Answers kept, the least recently used go first; 0 keeps none."""
+    max_cached: int = 2048
+    """Answers kept, the least recently used go first; 0 keeps none. Who asks the same again does so
+    soon: the episodes of a group within seconds, an evaluation within some steps."""
 
 
 class Counters(msgspec.Struct):

@@ -94,7 +94,12 @@ class Course:
         elif every and step // every > self._evaluated // every:
             self._evaluated = step
             results = await self._results()
-            results["history"].append(await self._evaluate(step))
+            evaluation = await self._evaluate(step)
+            # The board is read every second by several: transcripts of the newest one only, or what
+            # they read grows for as long as the run. eval.json keeps them all.
+            for earlier in filter(None, results["history"]):
+                earlier.pop("samples", None)
+            results["history"].append(evaluation)
             await self._board.put("eval", results)
 
     async def _finish(self) -> None:

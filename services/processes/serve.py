@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import LeewayError
-from leeway.replay.free_pages import FEW_ARENAS
+from leeway.replay.free_pages import FEW_ARENAS, keep_giving_back
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.vigil import Vigil
 from leeway.services.config import RunConfig
@@ -71,7 +71,7 @@ async def _deploy_and_follow(
     board = RunBoard(url, run.root.name)
     replay = connect_replay(url, run.root.name, config.replay)
     course = Course(board, config, rollouts.evaluate)
-    works: list[Coroutine[Any, Any, None]] = [course.keep()]
+    works: list[Coroutine[Any, Any, None]] = [course.keep(), keep_giving_back()]
     if WATCHED not in os.environ:
         works.append(Watchdog(board, replay, config, evidence_of(run)).keep())
     vigil = Vigil(board, "serve")

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from leeway.replay.board import RunBoard
 from leeway.replay.errors import LeewayError, StoreUnavailable, WaitTimeout
+from leeway.replay.free_pages import keep_giving_back
 from leeway.replay.server import EmbeddedRedis
 from leeway.replay.sharded_store import connect_replay
 from leeway.replay.vigil import Vigil
@@ -198,7 +199,8 @@ class Training:
         vigil = Vigil(self._board, "train")
         with Display(self._console) as display:
             until = [asyncio.create_task(w) for w in (self._until_done(display), self._stop.wait())]
-            watches = [asyncio.create_task(w) for w in (self._crew.watch(), dog.keep())]
+            lasting = (self._crew.watch(), dog.keep(), keep_giving_back())
+            watches = [asyncio.create_task(w) for w in lasting]
             try:
                 await until_one_ends(until, watches)
             finally:

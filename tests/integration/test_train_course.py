@@ -41,7 +41,11 @@ class Workers:
 
     async def evaluate(self, count: int) -> dict[str, Any]:
         self.num_asked += 1
-        return {"scores": {"exact_match": self.num_asked / 10}, "num_questions": count}
+        return {
+            "scores": {"exact_match": self.num_asked / 10},
+            "num_questions": count,
+            "samples": [{"text": f"transcript {self.num_asked}"}],
+        }
 
 
 def start(board: RunBoard, config: RunConfig = CONFIG) -> asyncio.Task[None]:
@@ -164,6 +168,12 @@ async def test_between_the_ends_it_evaluates_every_so_many_steps_also_when_resum
         while not (history := (await evaluations(board))["history"]):
             await asyncio.sleep(0.05)
     assert [entry["step"] for entry in history] == [4]
+    await board.put("learner", {"step": 6})
+    async with asyncio.timeout(5):
+        while len(history := (await evaluations(board))["history"]) == 1:
+            await asyncio.sleep(0.05)
+    # Transcripts of the newest one only, or the section would grow for as long as the run.
+    assert [(entry["step"], "samples" in entry) for entry in history] == [(4, False), (6, True)]
     await board.set_phase("evaluating-after")
     await asyncio.wait_for(course, 5)
 

@@ -190,8 +190,38 @@ async def test_more_events_than_one_answer_holds_are_all_copied(run: RunDirector
 
 
 async def test_evaluations_are_kept_as_the_board_has_them(run: RunDirectory):
-    await Records(run, Board(eval={"before": {"step": 0}})).copy()  # type: ignore[arg-type]
-    assert json.loads(run.eval.read_text()) == {"before": {"step": 0}}
+    found = {"before": {"step": 0}, "history": [], "updated_at": 1.0}
+    await Records(run, Board(eval=found)).copy()  # type: ignore[arg-type]
+    assert json.loads(run.eval.read_text()) == found
+
+
+async def test_transcripts_that_the_board_has_dropped_stay_in_the_file(run: RunDirectory):
+    first, second, again = (
+        {"step": step, "duration_s": duration_s, "samples": [{"text": f"of {step}"}]}
+        for step, duration_s in ((2, 1.5), (4, 1.6), (2, 1.7))
+    )
+    without = {name: first[name] for name in ("step", "duration_s")}
+    for place, history in enumerate(([None], [None, first], [None, without, second])):
+        board = Board(eval={"history": history, "updated_at": float(place)})
+        await Records(run, board).copy()  # type: ignore[arg-type]
+    assert json.loads(run.eval.read_text())["history"] == [None, first, second]
+    # The step is evaluated again after a resumption: its transcripts are not those of before.
+    board = Board(eval={"history": [without, second, again], "updated_at": 9.0})
+    await Records(run, board).copy()  # type: ignore[arg-type]
+    assert json.loads(run.eval.read_text())["history"] == [first, second, again]
+
+
+async def test_evaluations_are_written_when_there_are_new_ones(run: RunDirectory):
+    board = Board(eval={"history": [], "updated_at": 1.0})
+    records = Records(run, board)  # type: ignore[arg-type]
+    await records.copy()
+    run.eval.unlink()
+    await records.copy()
+    assert not run.eval.exists()
+    run.eval.write_text('{"history": [')  # a damaged file is written anew
+    board.sections["eval"]["updated_at"] = 2.0
+    await records.copy()
+    assert json.loads(run.eval.read_text()) == {"history": [], "updated_at": 2.0}
 
 
 # --- heartbeat
