@@ -42,6 +42,7 @@ class Size:
     num_steps: int
     groups_per_step: int
     turn_tokens: int
+    observation_tokens: int
     max_num_seqs: int
     learner: dict[str, Any]
 
@@ -105,9 +106,9 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
 def _size(quick: bool, is_cuda: bool) -> Size:
     if is_cuda:
         learner = {"micro_batch_tokens": 16384, "precision": "bfloat16"}
-        return Size(6 if quick else 16, 16, 200, 256, learner)
+        return Size(6 if quick else 14, 16, 200, 600, 512, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
-    return Size(5 if quick else 14, 4, 24, 32, learner)
+    return Size(5 if quick else 14, 4, 24, 192, 32, learner)
 
 
 def _model(folder: Path, is_cuda: bool) -> Path:
@@ -149,6 +150,7 @@ def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) 
         "policy.start_timeout_s": 600,
         "search.max_turns": 3,
         "search.max_turn_tokens": size.turn_tokens,
+        "search.max_observation_tokens": size.observation_tokens,
         "rollout.group_size": 8,
         "rollout.max_groups_in_flight": size.max_num_seqs // 8,
         "replay.groups_per_step": size.groups_per_step,

@@ -11,7 +11,8 @@ from leeway.replay.schema import StopReason
 
 NEVER = "\u2603 never \u2603"
 """A stop string that no model writes: turns have the length that was asked for."""
-OBSERVATION = protocol.render_observation([("Bench", "words " * 40)] * 2)
+OBSERVATION = protocol.render_observation([("Bench", "words " * 64)] * 3)
+"""Three passages; `search.max_observation_tokens` cuts it to size."""
 
 
 class SameWork:
