@@ -152,7 +152,9 @@ def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) 
         "search.max_turn_tokens": size.turn_tokens,
         "search.max_observation_tokens": size.observation_tokens,
         "rollout.group_size": 8,
-        "rollout.max_groups_in_flight": size.max_num_seqs // 8,
+        "rollout.max_groups_in_flight": min(
+            size.max_num_seqs // 8, (staleness + 1) * size.groups_per_step
+        ),
         "replay.groups_per_step": size.groups_per_step,
         "replay.max_staleness": staleness,
         "learner.objective": "so-grpo",
