@@ -175,6 +175,11 @@ class TorchPolicy:
         uuid = gpu_uuid(self._decoder.device)
         return [] if uuid is None else [uuid]
 
+    @property
+    def stages(self) -> bool:
+        """Versions are received beside the one in use, always."""
+        return True
+
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn."""
         check_request(request, self._config.max_model_len)

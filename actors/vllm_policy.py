@@ -132,6 +132,11 @@ class VllmPolicy:
         """UUIDs of the GPUs it computes on."""
         return self._gpus
 
+    @property
+    def stages(self) -> bool:
+        """Whether a version is received beside the one in use."""
+        return self._stages
+
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one turn; the versions are those the engine reports for its tokens."""
         check_request(request, self._max_model_len)

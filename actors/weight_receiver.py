@@ -171,6 +171,7 @@ class StagingArea:
         if not self.has_buffer_for(delivery):
             self._layout, self._flat, self._host = Layout(delivery.manifest), None, None
         layout, known_flat, known_host = self._layout, self._flat, self._host
+        usual_s = 0.0 if known_flat is None else self.wire_s
         assert layout is not None
 
         def receive() -> _Received:
@@ -184,7 +185,7 @@ class StagingArea:
             if wire_device != self._device:
                 wire = host = layout.empty(wire_device) if host is None else host
             pieces = [wire[c.start : c.stop] for c in layout.chunks(delivery.chunk_bytes)]
-            wire_s = transfer.broadcast(group, pieces, delivery.timeout_s)
+            wire_s = transfer.broadcast(group, pieces, delivery.timeout_s, usual_s=usual_s)
             if wire is not flat:
                 flat.copy_(wire)
             received = checksum(layout, flat)

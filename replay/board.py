@@ -75,6 +75,8 @@ class EngineRecord(msgspec.Struct, frozen=True):
     version: int
     """Version of the weights it samples with."""
     address: str
+    stages: bool = False
+    """It has room for a whole version beside the one in use."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):

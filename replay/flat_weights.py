@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple, cast
 
@@ -24,7 +25,8 @@ ALIGNMENT = 16
 """Each tensor begins at a multiple of this many bytes, so that it can be viewed in its own dtype;
 the gaps are zero."""
 CHUNK_BYTES: dict[Transport, int] = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
-"""Bytes of one broadcast. On a GPU starting one costs more than sending some ten megabytes."""
+"""Bytes of one broadcast, where not every engine takes a whole version at once. On a GPU starting
+one costs more than sending some ten megabytes."""
 ROW_WORDS = 4096
 """64-bit words in a row of the checksum."""
 
@@ -57,6 +59,14 @@ class Layout:
             end += -(-num_bytes(spec) // ALIGNMENT) * ALIGNMENT
         self.num_bytes = end
         """Of the whole buffer, gaps included."""
+
+    @cached_property
+    def manifest_hash(self) -> hashlib._Hash:
+        """SHA-256 of the manifest, to go on with in a copy."""
+        digest = hashlib.sha256()
+        for spec in self.manifest:
+            digest.update(f"{spec.name}|{spec.dtype}|{list(spec.shape)}\n".encode())
+        return digest
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A buffer for it: uint8 [num_bytes], zero, as its gaps must be."""
@@ -211,9 +221,7 @@ class Checksum:
 
     def hexdigest(self) -> str:
         """16 hexadecimal digits; waits for the device."""
-        digest = hashlib.sha256()
-        for spec in self._layout.manifest:
-            digest.update(f"{spec.name}|{spec.dtype}|{list(spec.shape)}\n".encode())
+        digest = self._layout.manifest_hash.copy()
         rows, columns = torch.stack([_by_place(self._rows), _by_place(self._columns)]).cpu()
         digest.update(f"{int(rows)}|{int(columns)}".encode())
         return digest.hexdigest()[:16]

@@ -94,6 +94,8 @@ class Publisher:
         self._store: dist.TCPStore | None = None
         self._members: dict[str, int] = {}
         self._sender = Sender()
+        self._wire_s = 0.0
+        """Seconds that the last version was on the wire."""
         self._pending: tuple[Announcement, float, int] | None = None
         self._version = PolicyVersion(0)
         self._evicted: dict[str, str] = {}
@@ -177,8 +179,10 @@ class Publisher:
         chunks = weights.layout.chunks(announcement.chunk_bytes)
         pieces = [flat[chunk.start : chunk.stop] for chunk in chunks]
         try:
-            await self._sender.run(
-                lambda: transfer.broadcast(group, pieces, self._timeout_s), self._timeout_s
+            usual_s = 0.0 if announcement.new_group else self._wire_s
+            self._wire_s = await self._sender.run(
+                lambda: transfer.broadcast(group, pieces, self._timeout_s, usual_s=usual_s),
+                self._timeout_s,
             )
         except TransferError as error:
             raise TransferError(f"to {_names(announcement)}: {error}") from error
@@ -212,7 +216,7 @@ class Publisher:
             world_size=rank,
             rank_offsets=offsets,
             manifest=list(weights.layout.manifest),
-            chunk_bytes=CHUNK_BYTES[self._transport],
+            chunk_bytes=_chunk_bytes(self._transport, engines, weights),
             checksum=weights.checksum,
             deadline_s=self._timeout_s,
         )
@@ -319,6 +323,14 @@ class Publisher:
             copy_s=[r.copy_s for r in good],
             evicted=evicted,
         )
+
+
+def _chunk_bytes(transport: Transport, engines: list[EngineRecord], weights: FlatWeights) -> int:
+    """By NCCL all of it at once, where every engine has room: each further piece takes the
+    interpreter several times from an engine that generates."""
+    if transport == "nccl" and all(engine.stages for engine in engines):
+        return weights.layout.num_bytes
+    return CHUNK_BYTES[transport]
 
 
 def _transport(device: torch.device, engines: list[EngineRecord]) -> Transport:

@@ -59,6 +59,7 @@ class FakePolicy:
 
     num_ranks, dtype = 1, "float32"
     gpus: ClassVar[list[str]] = []
+    stages = True
 
     async def version(self) -> PolicyVersion:
         return self.held

@@ -52,6 +52,7 @@ class Wire:
         self.faults: list[TransferError | None] = []
         self.num_groups = 0
         self.num_sent = 0
+        self.expected_s: list[float] = []
         monkeypatch.setattr(module.transfer, "build_store", lambda *_: SimpleNamespace(port=1234))
         monkeypatch.setattr(module.transfer, "build_group", self._build_group)
         monkeypatch.setattr(module.transfer, "broadcast", self._send)
@@ -61,10 +62,12 @@ class Wire:
         self.num_groups += 1
         return object()
 
-    def _send(self, *_: object) -> None:
+    def _send(self, *_: object, usual_s: float) -> float:
         if self.faults and (fault := self.faults.pop(0)):
             raise fault
         self.num_sent += 1
+        self.expected_s.append(usual_s)
+        return 0.25
 
 
 @pytest.fixture
@@ -191,6 +194,25 @@ async def test_weights_travel_by_nccl_between_gpus_that_are_all_different(
 
 
 @pytest.mark.parametrize(
+    ("transport", "stages", "num_pieces"),
+    [
+        ("nccl", [True, True], 1),
+        # One that takes weights as they come has room for a piece only, and all get the same ones.
+        ("nccl", [True, False], 2),
+        ("gloo", [True, True], 2),
+    ],
+)
+def test_weights_travel_in_one_piece_by_nccl_where_all_have_room(
+    monkeypatch, transport, stages, num_pieces
+):
+    monkeypatch.setattr(module, "CHUNK_BYTES", {"nccl": 16, "gloo": 16})
+    weights = pack({"v": torch.ones(4), "w": torch.ones(4)})
+    engines = [EngineRecord("e", 1, "float32", [], 0, "here", room) for room in stages]
+    size = module._chunk_bytes(transport, engines, weights)
+    assert len(weights.layout.chunks(size)) == num_pieces
+
+
+@pytest.mark.parametrize(
     ("dtypes", "expected"),
     [
         (["bfloat16", "bfloat16"], torch.bfloat16),
@@ -212,6 +234,8 @@ async def test_group_is_kept_while_the_members_are_the_same(board, publisher, wi
         for version in (V1, V2):
             await publisher.publish(version, WEIGHTS)
             await publisher.confirm()
+    # What it took the last time tells how long nobody has to look.
+    assert wire.expected_s == [0.0, 0.25]
     assert [(n.publish_id, n.group_number, n.new_group) for n in a.seen] == [
         (1, 1, True),
         (2, 1, False),
