@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +39,9 @@ LEAST_S: Final = 30.0
 SHARE: Final = "gpu-share.txt"
 """In a sweep's folder: the share of a GPU that its arms last ran with."""
 MAX_ARCHIVE_BYTES: Final = 16 * 2**20
+MPS_PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
+MPS_LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
+MPS_S: Final = 20.0
 MEMORY_GIB: Final = (8.0, 14.0, 20.0)
 """Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
 
@@ -47,16 +54,21 @@ def main() -> int:
         _take_in(options.brought, options.state, name)
     options.out.mkdir(parents=True, exist_ok=True)
     codes = [0]
+    with nullcontext() if options.cpu else shared_gpu():
+        codes += list(_codes(options, ends_at))
+    for name in options.only or SWEEPS:
+        _table(options.state / name)
+    return max(codes)
+
+
+def _codes(options: argparse.Namespace, ends_at: float) -> Iterator[int]:
     for name in options.only or SWEEPS:
         missing = MODELS.get(name)
         if missing is not None and not missing.is_file():
             _say(f"{name} is left out: {missing.parent.relative_to(ROOT)} does not hold its model")
             continue
-        codes.append(_run(name, options, ends_at))
+        yield _run(name, options, ends_at)
         _pack(options.state / name, options.out / f"{name}.tar.gz")
-    for name in options.only or SWEEPS:
-        _table(options.state / name)
-    return max(codes)
 
 
 def _options() -> argparse.Namespace:
@@ -116,6 +128,45 @@ def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
         if not _wants_memory(folder):
             break
     return 0
+
+
+@contextmanager
+def shared_gpu() -> Generator[None]:
+    """NVIDIA's MPS for what is started meanwhile, where it is installed and nobody else runs it.
+
+    Without it a GPU is given to one process at a time, and arms as small as these wait for each
+    other: sixteen do hardly more than four.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or MPS_PIPES in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="leeway-mps-") as folder:
+        own = {MPS_PIPES: folder, MPS_LOGS: folder}
+        started = _mps(control, "-d", env=own)
+        if started:
+            os.environ.update(own)
+        else:
+            _say("NVIDIA's MPS did not start; the runs take turns on the GPU")
+        try:
+            yield
+        finally:
+            if started and not _mps(control, env=own, words="quit\n"):
+                _say("NVIDIA's MPS was told to end, and did not answer")
+            for name in own if started else ():
+                del os.environ[name]
+
+
+def _mps(control: str, *options: str, env: dict[str, str], words: str = "") -> bool:
+    """Whether it did what it was told."""
+    command = [control, *options]
+    try:
+        ended = subprocess.run(
+            command, input=words, text=True, env={**os.environ, **env}, timeout=MPS_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return ended.returncode == 0
 
 
 def _shares() -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import tarfile
 from pathlib import Path
 from types import ModuleType
@@ -100,3 +101,57 @@ def test_the_share_of_a_gpu_is_what_holds_so_many_gib_on_this_one(
     assert program._shares() == (0.1, 0.175, 0.25)
     asked.write_text("#!/bin/sh\necho 10240\n")
     assert program._shares() == (0.8, 1.0, 1.0)
+
+
+def mps(folder: Path, exit_code: int) -> Path:
+    """Stands in for nvidia-cuda-mps-control: it notes how it was called, where, and with what."""
+    told = folder / "told.txt"
+    program = folder / "nvidia-cuda-mps-control"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'echo "$* $CUDA_MPS_PIPE_DIRECTORY" >> {told}\n'
+        f"cat >> {told}\n"
+        f"exit {exit_code}\n"
+    )
+    program.chmod(0o755)
+    return told
+
+
+def test_runs_share_a_gpu_by_mps_of_their_own_which_is_ended(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    told = mps(tmp_path, 0)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv(program.MPS_PIPES, raising=False)
+    with pytest.raises(KeyError), program.shared_gpu():
+        pipes = os.environ[program.MPS_PIPES]
+        assert told.read_text() == f"-d {pipes}\n"
+        raise KeyError("a sweep failed")
+    assert told.read_text() == f"-d {pipes}\n {pipes}\nquit\n"
+    assert program.MPS_PIPES not in os.environ
+    assert not Path(pipes).exists()
+
+
+def test_without_mps_the_runs_take_turns(
+    program: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    mps(tmp_path, 1)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv(program.MPS_PIPES, raising=False)
+    with program.shared_gpu():
+        assert program.MPS_PIPES not in os.environ
+    assert capsys.readouterr().err == "NVIDIA's MPS did not start; the runs take turns on the GPU\n"
+
+
+def test_an_mps_that_somebody_runs_already_is_left_alone(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    told = mps(tmp_path, 0)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv(program.MPS_PIPES, "/elsewhere")
+    with program.shared_gpu():
+        assert os.environ[program.MPS_PIPES] == "/elsewhere"
+    assert not told.exists()
