@@ -61,12 +61,10 @@ class Layout:
         """Of the whole buffer, gaps included."""
 
     @cached_property
-    def manifest_hash(self) -> hashlib._Hash:
-        """SHA-256 of the manifest, to go on with in a copy."""
-        digest = hashlib.sha256()
-        for spec in self.manifest:
-            digest.update(f"{spec.name}|{spec.dtype}|{list(spec.shape)}\n".encode())
-        return digest
+    def manifest_text(self) -> bytes:
+        """A line for each tensor, as it counts into the checksum."""
+        lines = (f"{spec.name}|{spec.dtype}|{list(spec.shape)}\n" for spec in self.manifest)
+        return "".join(lines).encode()
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A buffer for it: uint8 [num_bytes], zero, as its gaps must be."""
@@ -221,7 +219,7 @@ class Checksum:
 
     def hexdigest(self) -> str:
         """16 hexadecimal digits; waits for the device."""
-        digest = self._layout.manifest_hash.copy()
+        digest = hashlib.sha256(self._layout.manifest_text)
         rows, columns = torch.stack([_by_place(self._rows), _by_place(self._columns)]).cpu()
         digest.update(f"{int(rows)}|{int(columns)}".encode())
         return digest.hexdigest()[:16]

@@ -149,6 +149,7 @@ _SWEEP_ROW: Final = {
     "score_best": 0.42,
     "collapse_step": None,
     "steps": 60,
+    "num_ramp_steps": 8,
     "wall_s": 412.0,
     "clip_fraction_tokens": 0.02,
     "clip_fraction_turns": 0.11,

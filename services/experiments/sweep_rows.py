@@ -57,6 +57,9 @@ class Row(Found):
     score_best: float | None
     collapse_step: int | None
     steps: int
+    num_ramp_steps: int
+    """Under exact, steps before the first that trained at the staleness that was set. They train on
+    what the first version sampled."""
     wall_s: float
     clip_fraction_tokens: float | None
     clip_fraction_turns: float | None
@@ -102,6 +105,7 @@ def row_of(result: ArmResult) -> Row:
         score_best=max(scores) if scores else None,
         collapse_step=result.collapse_step,
         steps=len(curves.get("step", [])),
+        num_ramp_steps=_num_ramp_steps(result),
         wall_s=result.wall_s,
         clip_fraction_tokens=_mean(curves, "clip_fraction_tokens"),
         clip_fraction_turns=_mean(curves, "clip_fraction_turns"),
@@ -130,12 +134,17 @@ def realised(result: ArmResult) -> float | None:
     weights = _values(result.curves, "num_trajectories") or [1.0] * len(means)
     if not means or len(weights) != len(means):
         return None
-    start = 0
-    if result.spec.mode == "exact":
-        tops = _values(result.curves, "staleness_max")
-        start = next((n for n, top in enumerate(tops) if top >= result.spec.staleness), 0)
-    pairs = list(zip(means, weights, strict=True))[start:]
-    return sum(mean * weight for mean, weight in pairs) / sum(weight for _, weight in pairs)
+    pairs = list(zip(means, weights, strict=True))
+    behind = pairs[_num_ramp_steps(result) :] or pairs
+    return sum(mean * weight for mean, weight in behind) / sum(weight for _, weight in behind)
+
+
+def _num_ramp_steps(result: ArmResult) -> int:
+    if result.spec.mode != "exact":
+        return 0
+    tops = _values(result.curves, "staleness_max")
+    staleness = result.spec.staleness
+    return next((n for n, top in enumerate(tops) if top >= staleness), len(tops))
 
 
 def _values(curves: dict[str, list[float | None]], name: str) -> list[float]:
@@ -168,6 +177,8 @@ class Cell(Found):
     num_arms: int
     num_failed: int
     num_collapsed: int
+    ramp_share: float
+    """Largest share of an arm's steps that train on what the first version sampled."""
 
     @property
     def is_incomplete(self) -> bool:
@@ -213,6 +224,7 @@ def _cell(series: str, staleness_set: int, rows: list[Row]) -> Cell:
         num_arms=len(rows),
         num_failed=sum(row.status == "failed" for row in rows),
         num_collapsed=sum(row.status == "collapsed" for row in rows),
+        ramp_share=max(row.num_ramp_steps / max(1, row.steps) for row in rows),
     )
 
 

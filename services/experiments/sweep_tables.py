@@ -17,7 +17,10 @@ import pyarrow.parquet
 from leeway.services.experiments.arm_result import CURVES, ArmResult
 from leeway.services.experiments.sweep_rows import Row
 
-_COUNTS = {"seed", "staleness_set", "collapse_step", "steps", "num_rescaled", "num_spikes"}
+_COUNTS = {
+    *("seed", "staleness_set", "collapse_step", "steps", "num_ramp_steps"),
+    *("num_rescaled", "num_spikes"),
+}
 _WORDS = {"arm", "series", "objective", "variant", "status", "reason"}
 
 

@@ -9,6 +9,10 @@ from leeway.services.experiments.sweep_rows import Cell, Found
 ON_POLICY = 0.5
 """A cell whose realised staleness is below this many versions counts as on-policy."""
 
+LONG_RAMP = 0.5
+"""Share of steps within the ramp above which a low score may be that of a run that is not through.
+"""
+
 
 class Verdict(Found):
     """Of one series."""
@@ -63,8 +67,8 @@ def _verdict(cells: list[Cell], retention: float) -> Verdict:
         series=name, on_policy=on_policy, kept_staleness=kept[0], kept_score=kept[1],
         lost_staleness=lost[0] if lost else None, lost_score=lost[1] if lost else None,
         num_seeds=num_seeds, **counts,
-        sentence=_sentence(name, retention, on_policy, kept, lost) + _remarks(counts, num_seeds)
-        + ".",
+        sentence=_sentence(name, retention, on_policy, kept, lost) + _unfinished(lost)
+        + _remarks(counts, num_seeds) + ".",
     )  # fmt: skip
 
 
@@ -97,6 +101,16 @@ def _sentence(
     if kept[0] < ON_POLICY:
         return f"{name} keeps {retention:.0%} {base} at no staleness tried: {fall}"
     return f"{name} keeps {retention:.0%} {base} up to {versions(kept[0])} ({kept[1]:.3f}); {fall}"
+
+
+def _unfinished(lost: Measured | None) -> str:
+    """; 80 % of those steps train on what the first version sampled: it may want more steps"""
+    if lost is None or lost[2].num_collapsed or lost[2].ramp_share <= LONG_RAMP:
+        return ""
+    return (
+        f", where {lost[2].ramp_share:.0%} of the steps train on what the first version sampled: "
+        "it may want more steps"
+    )
 
 
 def _remarks(counts: dict[str, int], num_seeds: int) -> str:

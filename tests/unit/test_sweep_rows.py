@@ -101,6 +101,25 @@ def test_a_series_that_bears_nothing_says_so():
     )
 
 
+def test_a_low_score_of_a_run_that_is_hardly_through_its_ramp_is_said_to_be_one():
+    # Lag 3, four steps: three of them train on what the first version sampled.
+    verdict = verdict_of({0: 0.8, 3: 0.5})
+    assert verdict.sentence == (
+        "grpo keeps 95% of its on-policy score (0.800) at no staleness tried: at 3 versions it is "
+        "at 0.500, where 75% of the steps train on what the first version sampled: it may want "
+        "more steps; one seed, so the spread is unknown."
+    )
+    collapsed = [arm(lag=0, score=0.8), arm(lag=3, score=0.1, status="collapsed", collapse_step=4)]
+    [verdict] = verdicts(cells_of(map(row_of, collapsed)), retention=0.95)
+    assert "may want" not in verdict.sentence
+
+
+def test_a_row_tells_how_long_its_ramp_was():
+    assert row_of(arm(lag=2)).num_ramp_steps == 2
+    assert row_of(arm(lag=8, lags=[0, 1, 2, 3])).num_ramp_steps == 4
+    assert row_of(arm(lag=8, mode="bound", lags=[0, 2, 4, 4])).num_ramp_steps == 0
+
+
 def test_without_an_on_policy_run_there_is_no_verdict():
     verdict = verdict_of({2: 0.8, 3: 0.5})
     assert (verdict.on_policy, verdict.kept_staleness) == (None, None)
