@@ -16,9 +16,13 @@ class LearnerConfig(FrozenModel):
     objective: str = "so-grpo"
     """A preset, such as so-grpo or grpo; docs/objectives.md lists them."""
     learning_rate: float = Field(default=1e-4, gt=0)
-    """Step size of AdamW, constant after the warm-up."""
+    """Step size of AdamW: the highest, if it falls again."""
     warmup_steps: int = Field(default=2, ge=0)
     """Steps over which the learning rate rises linearly."""
+    learning_rate_decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls from the end of the warm-up to nothing behind the last of
+    num_steps. A run that is resumed with more steps goes on at the rate of the longer run. The
+    critic's rate stays."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -17,10 +17,11 @@ A step, on every rank alike:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -130,10 +131,16 @@ class Trainer:
         return torch.stack(masks).any(0).float().mean().item()
 
     def learning_rate(self, version: int) -> float:
-        """Of the step that leaves `version`. 1e-4 with 2 warm-up steps: 5e-5, 1e-4, 1e-4, ..."""
-        return self.config.learning_rate * min(
-            1.0, (version + 1) / max(1, self.config.warmup_steps)
-        )
+        """Of the step that leaves `version`.
+
+        1e-4, 2 steps of warm-up and 4 in all: 5e-5, 1e-4, 1e-4, 1e-4; with linear decay 5e-5, 1e-4,
+        1e-4, 5e-5.
+        """
+        config = self.config
+        if version < config.warmup_steps:
+            return config.learning_rate * (version + 1) / config.warmup_steps
+        way = (version - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
+        return config.learning_rate * _share_left(config.learning_rate_decay, min(way, 1.0))
 
     def measure(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-prob [T] and entropy [T] of the batch's trained tokens, without gradients."""
@@ -237,6 +244,13 @@ class Trainer:
         """The step's seconds would else end before its last kernel does."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
+
+
+def _share_left(decay: Literal["none", "linear", "cosine"], way: float) -> float:
+    """Of the highest rate, `way` being 0 at the end of the warm-up and 1 behind the last step."""
+    if decay == "linear":
+        return 1.0 - way
+    return 1.0 if decay == "none" else 0.5 * (1.0 + math.cos(math.pi * way))
 
 
 def _mean(values: Sequence[float]) -> float:

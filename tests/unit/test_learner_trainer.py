@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -344,6 +345,35 @@ def test_a_network_that_yields_nan_is_refused_and_keeps_its_weights() -> None:
     with pytest.raises(NonFiniteError, match=r"trajectory g0/\d, turn \d: log-prob .* is nan"):
         trainer.train_step(random_batch(config), 0)
     torch.testing.assert_close(trainer.parameters, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("none", [5e-5, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4]),
+        # Four steps behind the warm-up: 1, 3/4, 1/2, 1/4.
+        ("linear", [5e-5, 1e-4, 1e-4, 7.5e-5, 5e-5, 2.5e-5]),
+        # Half of 1 + cos(0), cos(pi/4), cos(pi/2), cos(3 pi/4).
+        ("cosine", [5e-5, 1e-4, 1e-4, 8.5355e-5, 5e-5, 1.4645e-5]),
+    ],
+)
+def test_the_rate_falls_from_the_warm_up_to_nothing_behind_the_last_step(
+    decay: Literal["none", "linear", "cosine"], expected: list[float]
+) -> None:
+    config = LearnerConfig(
+        learning_rate=1e-4, warmup_steps=2, num_steps=6, learning_rate_decay=decay
+    )
+    trainer = Trainer(tiny(), config)
+    assert [trainer.learning_rate(v) for v in range(6)] == pytest.approx(expected, rel=1e-4)
+    if decay != "none":
+        assert trainer.learning_rate(6) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_run_that_goes_on_with_more_steps_has_the_rate_of_the_longer_one() -> None:
+    longer = LearnerConfig(
+        learning_rate=1e-4, warmup_steps=0, num_steps=8, learning_rate_decay="linear"
+    )
+    assert Trainer(tiny(), longer).learning_rate(4) == pytest.approx(5e-5)
 
 
 def test_warm_up_rises_linearly() -> None:
