@@ -68,6 +68,9 @@ MIN_MEMORY_BYTES: Final = 8 * 2**30
 PLAIN: Final = "SET, GET, DEL"
 CODEC: Final = "SET, GET, DEL; ours with codec"
 STREAM: Final = "stream, a trajectory an entry"
+STREAM_STEPS: Final = 12
+"""Steps of a turn beside a stream, at least: in the first one nobody reads, as the step must be
+there before it is drawn."""
 WHOLE: Final = "stream, a group an entry"
 TINY_BYTES: Final = 1 * KIB
 
@@ -242,7 +245,8 @@ class _Bench:
     def against_streams(self) -> Iterator[Race]:
         """By trajectory and by group, in the same turns as ours."""
         for stored_bytes in self._plan.stream_sizes:
-            load, size = self._load(stored_bytes, 1, 1, self._plan.stream_bytes)
+            least = STREAM_STEPS * GROUPS_PER_STEP * stored_bytes
+            load, size = self._load(stored_bytes, 1, 1, max(self._plan.stream_bytes, least))
             ours, stream, whole = self._seconds(
                 load,
                 _ours(load, is_bare=False),

@@ -145,8 +145,9 @@ NOTHING = attrgetter("num_read.value")
 
 def test_the_replay_bench_moves_the_same_groups_through_both_sides_and_has_its_keys():
     result = replay.measure(TINY)
-    # 2 turns, the first of which is not counted, of 3 sides: 2 cases of 128 groups, streams of 32.
-    assert result.keys["num_groups"] == 2 * 3 * (128 + 128 + 32)
+    # 2 turns, the first of which is not counted, of 3 sides: 2 cases of 128 groups, streams of 12
+    # steps of 16.
+    assert result.keys["num_groups"] == 2 * 3 * (128 + 128 + 192)
     assert [row[0] for row in result.rows] == [
         *(replay.PLAIN, replay.CODEC) * 2, replay.STREAM, replay.WHOLE,
     ]  # fmt: skip
