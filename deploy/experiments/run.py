@@ -257,6 +257,11 @@ def _table(folder: Path) -> None:
         print(f"{cell.series:44} {staleness:>9} {mean:>6} {band:>15} {counts}")
     for verdict in found.verdicts:
         print(f"- {verdict.sentence}")
+    print("steps to the kept score, by staleness")
+    for delay in found.delays:
+        step = f"none in {delay.last_step}" if delay.step is None else f"{delay.step:g}"
+        reached = f"{delay.num_reached} of {delay.num_runs} runs"
+        print(f"{delay.series:44} {delay.staleness:>9.2f} {step:>12}  {reached}")
 
 
 def _say(line: str) -> None:

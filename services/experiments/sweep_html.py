@@ -26,6 +26,7 @@ def page(found: Findings, drawn: Sequence[Drawn], state: SweepState | None) -> s
             _head(found, state),
             _verdicts(found),
             "".join(_figure(one) for one in first),
+            _delays(found),
             _rates(found),
             _folded("What happened inside the runs", "".join(_figure(one) for one in rest)),
             _folded(f"Every run ({len(found.grid_rows)})", _runs(found.grid_rows)),
@@ -80,6 +81,32 @@ def _verdict_row(v: Verdict) -> str:
         str(v.num_collapsed), str(v.num_failed),
     )  # fmt: skip
     return _row(v.series, cells)
+
+
+def _delays(found: Findings) -> str:
+    if not found.delays:
+        return ""
+    rows = "".join(_row(name, [", ".join(parts)]) for name, parts in _delay_parts(found).items())
+    text = (
+        f"Steps until a run first scores {found.retention:.0%} of what its objective scores "
+        "on-policy, by realised staleness: the median over seeds, to the next evaluation."
+    )
+    return (
+        f"<section><h2>Cost in steps</h2><p>{text}</p>"
+        + table("<tr><th>series</th><td>staleness: steps</td></tr>", rows)
+        + "</section>"
+    )
+
+
+def _delay_parts(found: Findings) -> dict[str, list[str]]:
+    """By series: 0: 32, 16: 48 (2 of 3 runs), 64: none in 80"""
+    parts: dict[str, list[str]] = {}
+    for one in sorted(found.delays, key=lambda delay: delay.staleness):
+        steps = f"none in {one.last_step}" if one.step is None else f"{one.step:g}"
+        some = f" ({one.num_reached} of {one.num_runs} runs)"
+        note = some if 0 < one.num_reached < one.num_runs else ""
+        parts.setdefault(one.series, []).append(f"{_number(one.staleness, 1)}: {steps}{note}")
+    return {v.series: parts[v.series] for v in found.verdicts if v.series in parts}
 
 
 def _row(head: str, cells: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ report/
 ├── sweep.html                        one file, readable offline, in light and dark
 ├── rows.csv, rows.parquet            a line for each arm
 ├── curves.csv, curves.parquet        a line for each arm and step
+├── delays.csv                        a line for each series and staleness: steps to a kept score
 ├── verdicts.json                     what the page's table says
 └── figures/NAME.png, NAME.svg
 """
@@ -20,6 +21,7 @@ from typing import Any
 from leeway.replay.errors import DataError
 from leeway.services.experiments.arm_result import ArmResult
 from leeway.services.experiments.collapse import CollapseRule
+from leeway.services.experiments.sweep_delay import Delay, delays_of
 from leeway.services.experiments.sweep_folder import SweepFolder, replace_text
 from leeway.services.experiments.sweep_rows import (
     Cell,
@@ -48,6 +50,7 @@ class Findings:
     """Of all arms, the scan's included."""
     cells: Sequence[Cell]
     verdicts: Sequence[Verdict]
+    delays: Sequence[Delay]
 
     @property
     def grid_rows(self) -> list[Row]:
@@ -73,6 +76,7 @@ def findings(folder: SweepFolder, retention: float | None = None) -> Findings:
     names = folder.read_grid()
     grid = _in_order(select_grid(everything, names), plan)
     cells = cells_of(row_of(result) for result in grid)
+    said = verdicts(cells, retention)
     return Findings(
         name=str(plan["name"]),
         plan=plan,
@@ -81,7 +85,8 @@ def findings(folder: SweepFolder, retention: float | None = None) -> Findings:
         results=grid,
         rows=[row_of(result) for result in select_current(everything, names)],
         cells=cells,
-        verdicts=verdicts(cells, retention),
+        verdicts=said,
+        delays=delays_of(grid, said, retention),
     )
 
 
@@ -116,7 +121,7 @@ def write_report(folder: SweepFolder, retention: float | None = None) -> Path:
     for one in drawn:
         (partial / "figures" / f"{one.picture.name}.png").write_bytes(one.png)
         (partial / "figures" / f"{one.picture.name}.svg").write_text(one.svg, encoding="utf-8")
-    write_tables(partial, found.rows, found.results)
+    write_tables(partial, found.rows, found.results, found.delays)
     verdicts = [verdict.model_dump() for verdict in found.verdicts]
     encoded = json.dumps(verdicts, indent=2, ensure_ascii=False)
     replace_text(partial / "verdicts.json", encoded + "\n")

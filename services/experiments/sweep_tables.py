@@ -15,24 +15,36 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from leeway.services.experiments.arm_result import CURVES, ArmResult
+from leeway.services.experiments.sweep_delay import Delay
 from leeway.services.experiments.sweep_rows import Row
 
 _COUNTS = {
     *("seed", "staleness_set", "collapse_step", "steps", "num_ramp_steps"),
     *("num_rescaled", "num_spikes"),
 }
+_INT = pa.int64()
 _WORDS = {"arm", "series", "objective", "variant", "status", "reason"}
 
 
-def write_tables(folder: Path, rows: Sequence[Row], results: Sequence[ArmResult]) -> list[Path]:
-    """rows and curves, .csv and .parquet; returns the four files."""
+def write_tables(
+    folder: Path, rows: Sequence[Row], results: Sequence[ArmResult], delays: Sequence[Delay]
+) -> list[Path]:
+    """rows and curves, .csv and .parquet, and delays.csv; returns the five files."""
     tables = {"rows": rows_table(rows), "curves": curves_table(results)}
     written: list[Path] = []
     for name, table in tables.items():
         pyarrow.csv.write_csv(table, folder / f"{name}.csv")
         pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
         written += [folder / f"{name}.csv", folder / f"{name}.parquet"]
-    return written
+    pyarrow.csv.write_csv(delays_table(delays), folder / "delays.csv")
+    return [*written, folder / "delays.csv"]
+
+
+def delays_table(delays: Sequence[Delay]) -> pa.Table:
+    """The fields of Delay."""
+    kinds = {"series": pa.string(), **dict.fromkeys(("num_reached", "num_runs", "last_step"), _INT)}
+    schema = pa.schema([(name, kinds.get(name, pa.float64())) for name in Delay.model_fields])
+    return pa.Table.from_pylist([delay.model_dump() for delay in delays], schema)
 
 
 def rows_table(rows: Sequence[Row]) -> pa.Table:

@@ -79,6 +79,8 @@ def test_the_table_tells_scores_by_realised_staleness_and_what_failed(
     assert "scan grpo 0.0001 0.900 <" in lines
     assert "grpo 0.00 0.940 1 0" in lines
     assert "grpo 2.00 0.600 1 0" in lines
+    assert "grpo 0.00 4 1 of 1 runs" in lines
+    assert "grpo 2.00 none in 4 0 of 1 runs" in lines
     assert "ppo - - 0 1" in lines
     assert program._wants_memory(folder.root)
 

@@ -79,6 +79,8 @@ def test_the_page_says_what_was_found_and_how(page: str):
     text = " ".join(" ".join(references.text).split())
     assert "grpo keeps 95% of its on-policy score (0.895) at no staleness tried" in text
     assert "1 arm collapsed; 1 arm failed" in text
+    # 0.95 x 0.895 = 0.850: on-policy runs score 0.6 at step 2 and 0.9 at step 4, the others 0.7.
+    assert "grpo 0: 4, 2: none in 4, 3: none in 4" in text
     assert "A run has collapsed at the first of 2 held-out evaluations" in text
     # The scan: what was tried, what was taken.
     assert "0.400" in text and "0.0001" in text
@@ -95,6 +97,15 @@ def test_the_rows_are_the_same_in_csv_and_parquet(folder: SweepFolder):
     by_arm = {row["arm"]: row for row in rows.to_pylist()}
     assert by_arm["grpo-3-1-0.0001"]["reason"] == "out of <memory>"
     assert by_arm["grpo-2-0-0.0001"]["staleness"] == 2.0
+
+
+def test_the_cost_in_steps_is_a_table_of_its_own(folder: SweepFolder):
+    delays = pyarrow.csv.read_csv(folder.report / "delays.csv").to_pylist()
+    assert [(d["series"], d["staleness"], d["step"]) for d in delays if d["series"] == "grpo"] == [
+        ("grpo", 0, 4), ("grpo", 2, None), ("grpo", 3, None),
+    ]  # fmt: skip
+    # The failed run counts into none.
+    assert [d["num_runs"] for d in delays if d["series"] == "grpo"] == [2, 2, 1]
 
 
 def test_the_curves_hold_a_line_for_each_step_and_one_before(folder: SweepFolder):

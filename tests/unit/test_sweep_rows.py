@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from leeway.services.experiments.collapse import Evaluated
 from leeway.services.experiments.sweep_compare import compare, half_width
+from leeway.services.experiments.sweep_delay import delays_of
 from leeway.services.experiments.sweep_report import findings
 from leeway.services.experiments.sweep_rows import (
     cells_of,
@@ -112,6 +115,27 @@ def test_a_low_score_of_a_run_that_is_hardly_through_its_ramp_is_said_to_be_one(
     collapsed = [arm(lag=0, score=0.8), arm(lag=3, score=0.1, status="collapsed", collapse_step=4)]
     [verdict] = verdicts(cells_of(map(row_of, collapsed)), retention=0.95)
     assert "may want" not in verdict.sentence
+
+
+def test_steps_to_a_kept_score_are_the_median_of_the_runs_that_had_one():
+    # On-policy 0.6, so 0.57 is kept. All score 0.3, 0.6 and then their own at steps 0, 2, 4.
+    results = [arm(lag=0, score=0.6)]
+    late = [[0.3, 0.3, 0.9], [0.3, 0.3, 0.5], [0.3, 0.6, 0.2]]
+    for seed, scores in enumerate(late):
+        evaluations = [Evaluated(2 * n, float(n), score) for n, score in enumerate(scores)]
+        one = arm(lag=2, seed=seed, score=scores[-1])
+        results.append(msgspec.structs.replace(one, evaluations=evaluations))
+    said = verdicts(cells_of(map(row_of, results)), retention=0.95)
+    on_policy, stale = delays_of(results, said, 0.95)
+    assert on_policy.threshold == pytest.approx(0.57)
+    assert (on_policy.step, on_policy.num_reached) == (2, 1)
+    # Steps 4 and 2; one run never came to it.
+    assert (stale.step, stale.num_reached, stale.num_runs, stale.last_step) == (3.0, 2, 3, 4)
+
+
+def test_a_series_without_an_on_policy_score_has_no_cost_in_steps():
+    results = [arm(lag=2)]
+    assert delays_of(results, verdicts(cells_of(map(row_of, results)), 0.95), 0.95) == []
 
 
 def test_a_row_tells_how_long_its_ramp_was():
