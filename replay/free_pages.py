@@ -53,6 +53,29 @@ async def keep_giving_back() -> None:
         _trim()
 
 
+class _MallInfo2(ctypes.Structure):
+    """What glibc 2.33 and later say of their heap, in bytes; see mallinfo(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_bytes() -> int | None:
+    """Bytes that this process has asked the C library for and not freed: what it holds, whatever
+    the library keeps besides. None where the C library does not say."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return None
+    ask.restype = _MallInfo2
+    found = ask()
+    return found.uordblks + found.hblkhd
+
+
 def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from leeway.learner.metrics import StepMetrics
 from leeway.learner.weights.publisher import Published
+from leeway.replay import free_pages
 from leeway.replay.board import RunBoard
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Replay
@@ -71,6 +72,9 @@ class StepRecords:
             line["pause_ms"] = [pause * 1e3 for pause in published.pause_s]
             line["transfer_ms"] = published.transfer_s * 1e3
             line["num_engines"] = published.num_engines
+        # Here between two steps: what lives only in one is freed.
+        if (allocated := free_pages.allocated_bytes()) is not None:
+            line["allocated_bytes"] = allocated
         line |= await self._surroundings()
         append_whole(self._run.metrics, f"{json.dumps(line)}\n".encode())
         section = self._section(version, metrics, wait_s)

@@ -19,6 +19,7 @@ from leeway.services.layout import RunDirectory
 from leeway.services.soak.samples import Figure
 
 ASK_S: Final = 10.0
+HELD: Final = "allocated_bytes"
 _FAMILIES: Final = {
     "added": "remembered_bytes",
     "acknowledged": "remembered_bytes",
@@ -121,9 +122,10 @@ def folder_bytes(folder: Path) -> int:
 
 
 def step_figures(run: RunDirectory) -> list[Figure]:
-    """The last optimizer step in metrics.jsonl."""
+    """The last optimizer step in metrics.jsonl, and what the learner held behind it."""
     try:
-        lines = run.metrics.read_bytes().splitlines()
-        return [Figure("learner", "step", float(msgspec.json.decode(lines[-1])["step"]))]
-    except (OSError, IndexError, KeyError, msgspec.DecodeError):
+        line = msgspec.json.decode(run.metrics.read_bytes().splitlines()[-1])
+        figures = {name: float(line[name]) for name in ("step", HELD) if name in line}
+    except (OSError, IndexError, msgspec.DecodeError):
         return []
+    return [Figure("learner", name, value) for name, value in figures.items()]

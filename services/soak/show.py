@@ -14,6 +14,7 @@ from rich.table import Table
 from leeway.services.soak.judging import (
     BY_DESIGN,
     RULES,
+    WITHIN_STEPS,
     Judgement,
     Report,
     as_keys,
@@ -104,7 +105,7 @@ def _observed_table(report: Report) -> Table:
         table.add_row(
             measure,
             found[0].subject if len(found) == 1 else f"{len(found)} parts",
-            BY_DESIGN.get(measure, ""),
+            BY_DESIGN.get(measure, WITHIN_STEPS),
             _text(sum(j.slope.middle for j in found), measure),
             _text(sum(j.slope.per_hour for j in found), measure),
         )

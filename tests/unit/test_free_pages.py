@@ -20,6 +20,18 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return called
 
 
+def test_what_is_held_is_counted_and_what_was_freed_is_not():
+    before = free_pages.allocated_bytes()
+    if before is None:
+        pytest.skip("this C library does not count what it has given out")
+    block = bytearray(64 * 2**20)
+    held = free_pages.allocated_bytes() or 0
+    del block
+    freed = free_pages.allocated_bytes() or 0
+    assert held - before == pytest.approx(64 * 2**20, rel=0.02)
+    assert freed - before < 2**20
+
+
 def test_pages_go_back_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch, trims: list[int]):
     now = 1000.0
     monkeypatch.setattr(free_pages, "_given_back_at", now - 60.0)

@@ -156,6 +156,22 @@ def learner_and_disk(n: int) -> list[Figure]:
     ]
 
 
+def test_a_learner_is_judged_by_what_it_holds_between_steps(tmp_path: Path):
+    def figures(n: int) -> list[Figure]:
+        swings = Figure("learner", "own_bytes", (1000 + 500 * (n % 7) + n) * MB)
+        # 72 MB an hour upon 600, and as much as nothing elsewhere.
+        held = Figure("learner", "allocated_bytes", (600 + n * 72 / 360) * MB)
+        return [swings, held, Figure("train", "own_bytes", 80 * MB)]
+
+    report = judge_file(write(tmp_path / "samples.csv", 480, figures), None)
+    assert {(j.subject, j.measure): j.verdict for j in report.judged} == {
+        ("learner", "allocated_bytes"): "grows",
+        ("train", "own_bytes"): "flat",
+    }
+    [swings] = report.observed
+    assert (swings.subject, swings.measure) == ("learner", "own_bytes")
+
+
 def test_what_leaks_is_told_from_what_is_flat_and_from_what_grows_by_design(tmp_path: Path):
     report = judge_file(write(tmp_path / "samples.csv", 480, learner_and_disk), None)
     by_measure = {found.measure: found for found in report.judged}
@@ -173,7 +189,10 @@ def test_what_leaks_is_told_from_what_is_flat_and_from_what_grows_by_design(tmp_
 
 def everything(n: int, **values: float) -> list[Figure]:
     """One constant figure of each measure that is judged; some replaced."""
-    return [Figure("engine", r.measure, values.get(r.measure, 5.0)) for r in RULES]
+    whose = {"allocated_bytes": "learner"}
+    return [
+        Figure(whose.get(r.measure, "engine"), r.measure, values.get(r.measure, 5.0)) for r in RULES
+    ]
 
 
 def test_growth_during_the_warm_up_is_not_judged(tmp_path: Path):
@@ -365,6 +384,11 @@ def test_the_step_is_that_of_the_last_whole_line(tmp_path: Path):
     assert step_figures(run) == []
     run.metrics.write_text('{"step": 4}\n{"step": 5}\n')
     assert step_figures(run) == [Figure("learner", "step", 5.0)]
+    with run.metrics.open("a") as lines:
+        lines.write('{"step": 6, "allocated_bytes": 1024}\n')
+    assert step_figures(run) == [
+        Figure("learner", "step", 6.0), Figure("learner", "allocated_bytes", 1024.0),
+    ]  # fmt: skip
 
 
 # --- the command ---
