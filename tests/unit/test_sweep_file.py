@@ -154,7 +154,9 @@ def test_an_axis_of_learning_rates_needs_no_scan(tmp_path: Path):
     assert (grid[0].needs_rate, scan_arms(sweep, grid)) == (False, [])
 
 
-@pytest.mark.parametrize("name", ["sweep-a", "sweep-b", "sweep-b-reuse", "sweep-c", "sweep-lags"])
+@pytest.mark.parametrize(
+    "name", ["sweep-a", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c", "sweep-lags"]
+)
 def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     file = CONFIGS / f"{name}.toml"
     if name == "sweep-c":
@@ -168,6 +170,7 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     grid = grid_arms(sweep)
     expected = {
         "sweep-a": (240, 30),
+        "sweep-a-64": (60, 0),
         "sweep-b": (120, 3),
         "sweep-b-reuse": (24, 6),
         "sweep-c": (16, 8),
