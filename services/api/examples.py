@@ -384,6 +384,7 @@ EXAMPLES: Final[dict[str, Any]] = {
                 "num_arms": 3,
                 "num_failed": 0,
                 "num_collapsed": 0,
+                "ramp_share": 0.13,
             }
         ],
     },
