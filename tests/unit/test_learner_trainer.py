@@ -457,3 +457,5 @@ if __name__ == "__main__":
     torch.save({name: scenario(name, joined) for name in SCENARIOS}, sys.argv[1])
     check_messages(joined)
     joined.close()
+    # All is said and written: a thread of torch's may abort a process that tidies up (SIGABRT).
+    os._exit(0)
