@@ -28,6 +28,8 @@ LOOK_S = 0.0005
 """How often it is looked whether a GPU has finished."""
 USUAL_SHARE = 0.9
 """Of the time of the last broadcast, in which nobody looks."""
+MAX_UNSEEN_S = 0.5
+"""At most so long: a broadcast that waited for a late engine took longer than the next one will."""
 
 
 def build_store(host: str, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
@@ -185,7 +187,7 @@ def _broadcast_cuda(
                 arrived(place)
         ended.record()
         deadline = time.monotonic() + timeout_s
-        time.sleep(min(USUAL_SHARE * usual_s, timeout_s))
+        time.sleep(min(USUAL_SHARE * usual_s, MAX_UNSEEN_S, timeout_s))
         while not ended.query():
             if time.monotonic() > deadline:
                 # What still waits on the GPU ends with the group.
