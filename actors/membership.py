@@ -22,7 +22,7 @@ from leeway.replay.board import (
     Stage,
     TensorSpec,
 )
-from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.errors import ChecksumMismatch, StoreUnavailable, TransferError
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,10 @@ class Membership:
             beating.cancel()
             # A beat under way would put the engine back.
             await asyncio.wait({beating}, timeout=CANCEL_S)
-            await self._board.withdraw(self._engine_id)
+            try:
+                await self._board.withdraw(self._engine_id)
+            except StoreUnavailable as error:
+                log.warning("%s stays on the policy board until it expires: %s", self._engine_id, error)
 
     async def _keep_beating(self) -> None:
         while True:
