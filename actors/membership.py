@@ -112,7 +112,7 @@ class Membership:
             try:
                 await self._board.withdraw(self._engine_id)
             except StoreUnavailable as error:
-                log.warning("%s stays on the policy board until it expires: %s", self._engine_id, error)
+                log.warning("%s stays on the board until it expires: %s", self._engine_id, error)
 
     async def _keep_beating(self) -> None:
         while True:
