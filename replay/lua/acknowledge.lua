@@ -13,20 +13,22 @@ S.learner_version = math.max(S.learner_version, arg.version)
 S.num_trained = S.num_trained + #lease.ids
 S.train_ms = S.train_ms + now - lease.since
 
-local done, records = {}, {}
+local done, num_bytes, oldest = {}, 0, next_version() - c.max_staleness
 for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
-  local id, group = lease.ids[i], read_record(packed)
-  if group[DRAWS] == 0 then count(S.leased, group[VERSION], -1) end
-  group[DRAWS] = group[DRAWS] + 1
-  if group[DRAWS] < c.max_draws and group[VERSION] + c.max_staleness >= next_version() then
-    write(id, group)
-    put(id, group)
+  -- Most go now, so a record is not written out as a table first.
+  local version, _, _, draws, _, size = struct.unpack(RECORD, packed)
+  if draws == 0 then count(S.leased, version, -1) end
+  if draws + 1 < c.max_draws and version >= oldest then
+    local group = read_record(packed)
+    group[DRAWS] = draws + 1
+    write(lease.ids[i], group)
+    put(lease.ids[i], group)
   else
-    done[#done + 1] = id
-    records[id] = group
+    done[#done + 1] = lease.ids[i]
+    num_bytes = num_bytes + size
   end
 end
-forget(done, records)
+forget(done, num_bytes)
 wake_room()
 wake_data()
 save()

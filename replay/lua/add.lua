@@ -20,7 +20,7 @@ local function without_slot(id)
   return was_added(id) and 'added' or 'expired'
 end
 
-local filled, remembered = {}, {}
+local given, taken, records, places, remembered = {}, {}, {}, {}, {}
 local function fill(i, expiry)
   local id, newest = ids[i], arg.newest[i]
   local payload = PAYLOAD .. id
@@ -36,16 +36,21 @@ local function fill(i, expiry)
     return 'dropped'
   end
   count(S.playing, arg.versions[i], -1)
-  S.num_slots = S.num_slots - 1
   S.sequence = S.sequence + 1
   S.num_bytes = S.num_bytes + size
   S.largest = math.max(S.largest, size)
   -- What is dropped for its age is dropped for its real one; a schedule goes by the admission.
   local version = c.policy == 'drop' and arg.oldest[i] or arg.versions[i]
-  local group = {
-    version, newest, S.sequence, 0, 0, size, arg.priorities[i], arg.shapes[i]}
   count(S.ready, version, 1)
-  filled[#filled + 1] = {i, group}
+  local n = #given + 1
+  given[n], taken[n] = id, members[i]
+  records[2 * n - 1] = id
+  records[2 * n] = struct.pack(
+    RECORD, version, newest, S.sequence, 0, 0, size, arg.priorities[i]) .. arg.shapes[i]
+  -- As a whole number: Redis would write it out with the care that a fraction needs.
+  places[2 * n - 1] = string.format('%d', version * ARRIVALS + S.sequence)
+  places[2 * n] = id
+  if picks or evicts then rank(id, read_record(records[2 * n])) end
   return 'added'
 end
 
@@ -66,24 +71,15 @@ if #remembered > 0 then
     S.added_hour = hour
   end
 end
-if #filled > 0 then
-  local taken, given, records, places = {}, {}, {}, {}
-  for i, pair in ipairs(filled) do
-    local id, group = ids[pair[1]], pair[2]
-    taken[i], given[i] = members[pair[1]], id
-    records[2 * i - 1], records[2 * i] = id, packed_record(group)
-    -- As a whole number: Redis would write it out with the care that a fraction needs.
-    places[2 * i - 1] = string.format('%d', group[VERSION] * ARRIVALS + group[ARRIVAL])
-    places[2 * i] = id
-    if picks or evicts then rank(id, group) end
-  end
+if #given > 0 then
   in_parts(taken, 'ZREM', key.slots)
   if S.has_ceilings then forget_ceilings(given) end
   in_parts(records, 'HSET', key.groups)
   in_parts(places, 'ZADD', key.ready)
-  S.inserts = S.inserts + #filled
-  S.num_added = S.num_added + #filled
-  S.num_stored = S.num_stored + #filled
+  S.num_slots = S.num_slots - #given
+  S.inserts = S.inserts + #given
+  S.num_added = S.num_added + #given
+  S.num_stored = S.num_stored + #given
   -- A draw that wants more than there is need not be woken.
   if num_ready() >= c.groups_per_step then wake_data() end
   -- A slot counted as large as the largest group, and under drop could not be evicted.

@@ -53,17 +53,26 @@ if missing > 0 or blocking_until or is_limited then
   })
 end
 
+local function lease_ready(of_version, n)
+  count(S.ready, of_version, -n)
+  count(S.leased, of_version, n)
+end
+
 local ids
 if not picks then
   -- Places are version * ARRIVALS + arrival, and nothing here was ever trained.
   local popped = call('ZPOPMIN', key.ready, step)
   ids = {}
+  local of_version, num_counted = nil, 0
   for i = 1, #popped, 2 do
-    local of_version = math.floor(tonumber(popped[i + 1]) / ARRIVALS)
+    local next_one = math.floor(popped[i + 1] / ARRIVALS)
+    if next_one ~= of_version then
+      if of_version then lease_ready(of_version, #ids - num_counted) end
+      of_version, num_counted = next_one, #ids
+    end
     ids[#ids + 1] = popped[i]
-    count(S.ready, of_version, -1)
-    count(S.leased, of_version, 1)
   end
+  lease_ready(of_version, #ids - num_counted)
   if evicts then in_parts(ids, 'ZREM', key.evict) end
 else
   -- Those that can wait no longer, then whatever the selector puts first.
@@ -82,10 +91,7 @@ else
   take(ids)
   for _, packed in ipairs(read_parts(ids, 'HMGET', key.groups)) do
     local group = read_record(packed)
-    if group[DRAWS] == 0 then
-      count(S.ready, group[VERSION], -1)
-      count(S.leased, group[VERSION], 1)
-    end
+    if group[DRAWS] == 0 then lease_ready(group[VERSION], 1) end
   end
 end
 assert(#ids == step, 'a step of ' .. step .. ' groups came to ' .. #ids)

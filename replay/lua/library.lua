@@ -164,14 +164,12 @@ end
 
 local PAYLOAD = key.payload .. ':'
 
--- `of_records`: id -> record, of groups that stand in no index any more.
-local function forget(ids, of_records)
+-- Groups that stand in no index any more, `num_bytes` in all.
+local function forget(ids, num_bytes)
   if #ids == 0 then return end
   local payloads = {}
-  for i, id in ipairs(ids) do
-    payloads[i] = PAYLOAD .. id
-    S.num_bytes = S.num_bytes - of_records[id][SIZE]
-  end
+  for i, id in ipairs(ids) do payloads[i] = PAYLOAD .. id end
+  S.num_bytes = S.num_bytes - num_bytes
   S.num_stored = S.num_stored - #ids
   in_parts(ids, 'HDEL', key.groups)
   in_parts(payloads, 'UNLINK')
@@ -182,7 +180,7 @@ local POLICY = {evicted = true, overdue = c.policy == 'drop'}
 
 local function drop_group(id, group, reason)
   take({id})
-  forget({id}, {[id] = group})
+  forget({id}, group[SIZE])
   if group[DRAWS] > 0 then return end  -- it was trained, so nothing is lost
   count(S.ready, group[VERSION], -1)
   count_dropped(reason, group)
@@ -208,7 +206,7 @@ local function return_lease(lease_id, counts)
       count(S.ready, group[VERSION], 1)
     end
     if group[DRAWS] > 0 and group[DRAWS] >= c.max_draws then
-      forget({id}, {[id] = group})  -- trained often enough for the limits of today
+      forget({id}, group[SIZE])  -- trained often enough for the limits of today
     elseif group[RETURNS] > c.max_returns then
       drop_group(id, group, 'returned')
     else

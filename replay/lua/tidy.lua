@@ -2,13 +2,16 @@
 
 -- The configuration may name other selectors than the one before, and fewer draws.
 if is_new_config then
-  local done, records = {}, {}
+  local done, num_bytes = {}, 0
   for _, id in ipairs(call('ZRANGE', key.again, 0, -1)) do
-    records[id] = record(id)
-    if records[id][DRAWS] >= c.max_draws then done[#done + 1] = id end
+    local group = record(id)
+    if group[DRAWS] >= c.max_draws then
+      done[#done + 1] = id
+      num_bytes = num_bytes + group[SIZE]
+    end
   end
   in_parts(done, 'ZREM', key.again)
-  forget(done, records)
+  forget(done, num_bytes)
   call('DEL', key.pick, key.evict)
   if picks or evicts then
     for _, zset in ipairs({key.ready, key.again}) do

@@ -1,4 +1,4 @@
-"""Everything that needs a CUDA device, in one call, with a table last.
+"""Everything that needs a CUDA device, or more cores than two, in one call, with a table last.
 
     python tests/gpu/run.py --out results --minutes 9             # what fits, in this order
     python tests/gpu/run.py --out results doctor publish-1.5B     # these alone
@@ -43,7 +43,7 @@ STAGES = (
     Stage("publish-7B", (*LEEWAY, "bench", "publish", "--shape", "7B", "--json"), 400, 2),
     Stage("publish-tests", (*PYTEST, str(TESTS / "test_publish_gpu.py")), 300, 2),
     # A run that ended there is not played again: the two fit into two calls.
-    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 330, 2),
+    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 400, 2),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),
     Stage("learner", (*LEEWAY, "bench", "learner", "--json"), 240),
     Stage(
@@ -54,6 +54,8 @@ STAGES = (
         ),
         240,
     ),
+    # For its cores: with fewer than three, clients and server take them from each other.
+    Stage("replay", (*LEEWAY, "bench", "replay", "--json"), 420, 0),
 )
 
 
