@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,19 @@ def configuration(
     """`podman-compose config` of files of deploy/: merged, with every variable replaced. Raises
     Refused."""
     named = [word for file in files for word in ("--file", str(DEPLOY / file))]
-    ended = subprocess.run(
-        [sys.executable, PODMAN_COMPOSE, *named, "config"],
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(SCHEMAS), **environment},
-    )
+    with tempfile.TemporaryDirectory() as programs:
+        # It asks podman for its version before it reads anything, and for nothing else.
+        podman = Path(programs, "podman")
+        podman.write_text("#!/bin/sh\necho podman version 5.0.0\n")
+        podman.chmod(0o755)
+        path = f"{programs}:{os.environ['PATH']}"
+        ended = subprocess.run(
+            [sys.executable, PODMAN_COMPOSE, *named, "config"],
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            env={"PATH": path, "PYTHONPATH": str(SCHEMAS), **environment},
+        )
     if ended.returncode:
         raise Refused(ended.stderr)
     return without_extensions(yaml.safe_load(ended.stdout))
