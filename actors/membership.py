@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous
 from leeway.replay.board import (
+    LEARNER,
     Announcement,
     EngineRecord,
     EngineReport,
@@ -23,6 +24,7 @@ from leeway.replay.board import (
     TensorSpec,
 )
 from leeway.replay.errors import ChecksumMismatch, StoreUnavailable, TransferError
+from leeway.replay.exposed_memory import MemoryHandle, machine
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class ReceivingPolicy(Protocol):
     def stages(self) -> bool: ...
     async def version(self) -> PolicyVersion: ...
     async def check_manifest(self, manifest: list[TensorSpec]) -> None: ...
+    async def expose(self, delivery: Delivery) -> list[MemoryHandle]: ...
+    async def arrived(self, checksum: str, wire_s: float) -> None: ...
     async def join(self, rendezvous: Rendezvous) -> None: ...
     async def stage(self, delivery: Delivery) -> float: ...
     async def commit(self, version: PolicyVersion, checksum: str) -> Committed: ...
@@ -79,6 +83,8 @@ class Membership:
         self._beating = asyncio.Lock()
         self.version = PolicyVersion(0)
         """What the engine samples with, as last put on the board."""
+        self.receiving = (0.0, 0.0)
+        """From when to when the last version came, by the monotonic clock."""
         self.last: EngineReport | None = None
         """The report of the last publish, for the status."""
         self.broken: str | None = None
@@ -137,6 +143,7 @@ class Membership:
             version=self.version,
             address=self._address,
             stages=self._policy.stages,
+            machine=machine() if self._policy.stages else "",
         )
         await self._board.heartbeat(record, ttl_s=3 * self._heartbeat_s)
 
@@ -165,18 +172,36 @@ class Membership:
     async def _receive(self, announcement: Announcement) -> float:
         """Until the new weights are staged; returns the seconds it took."""
         await self._policy.check_manifest(announcement.manifest)
-        began = time.monotonic()
-        await self._say(announcement, "ready")
-        await self._join_if_new(announcement)
-        await self._say(announcement, "joined")
-        await self._policy.stage(
-            Delivery(
-                manifest=announcement.manifest,
-                chunk_bytes=announcement.chunk_bytes,
-                timeout_s=announcement.deadline_s,
-            )
+        delivery = Delivery(
+            manifest=announcement.manifest,
+            chunk_bytes=announcement.chunk_bytes,
+            timeout_s=announcement.deadline_s,
         )
-        return time.monotonic() - began
+        is_direct = announcement.transport == "direct"
+        ready_at = time.monotonic()
+        await self._say(announcement, "ready")
+        memory: list[MemoryHandle] = []
+        if self._is_new(announcement):
+            if is_direct:
+                memory = await self._policy.expose(delivery)
+            else:
+                await self._join(announcement)
+            self._group_number = announcement.group_number
+        await self._say(announcement, "joined", memory=memory)
+        began = time.monotonic()
+        if is_direct:
+            await self._let_write(announcement)
+        else:
+            await self._policy.stage(delivery)
+        self.receiving = (began, time.monotonic())
+        return time.monotonic() - ready_at
+
+    async def _let_write(self, announcement: Announcement) -> None:
+        """Until the learner has written the version into the memory that it was shown."""
+        reports = await self._board.reports(
+            announcement.publish_id, (LEARNER,), "sent", announcement.deadline_s
+        )
+        await self._policy.arrived(announcement.checksum, reports[LEARNER].wire_s)
 
     async def _unless_superseded(
         self, announcement: Announcement, work: Coroutine[Any, Any, T]
@@ -229,11 +254,14 @@ class Membership:
             self.broken = f"version {announcement.version} was not taken into use: {reason}"
             raise TransferError(self.broken) from error
 
-    async def _join_if_new(self, announcement: Announcement) -> None:
+    def _is_new(self, announcement: Announcement) -> bool:
         if announcement.group_number == self._group_number:
-            return
+            return False
         if not announcement.new_group:
             raise TransferError(f"not in transfer group {announcement.group_number}")
+        return True
+
+    async def _join(self, announcement: Announcement) -> None:
         await self._policy.join(
             Rendezvous(
                 host=announcement.host,
@@ -244,7 +272,6 @@ class Membership:
                 timeout_s=announcement.deadline_s,
             )
         )
-        self._group_number = announcement.group_number
 
     async def _fail(self, announcement: Announcement, error: Exception) -> None:
         log.warning(

@@ -43,6 +43,7 @@ from leeway.actors.weight_receiver import (
 )
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
+from leeway.replay.exposed_memory import MemoryHandle
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.transfer import gpu_uuid
 
@@ -222,6 +223,16 @@ class TorchPolicy:
         """Join a transfer group."""
         self._staging.start_join(rendezvous)
         await self._until_idle("join", rendezvous.timeout_s)
+
+    async def expose(self, delivery: Delivery) -> list[MemoryHandle]:
+        """Let the learner write into staging; where that is."""
+        self._staging.start_expose(delivery)
+        await self._until_idle("expose its memory", delivery.timeout_s)
+        return [self._staging.memory()]
+
+    async def arrived(self, checksum: str, wire_s: float) -> None:
+        """The learner has written a version there, in `wire_s` seconds."""
+        self._staging.arrived(checksum, wire_s)
 
     async def stage(self, delivery: Delivery) -> float:
         """Receive a published version into staging. Returns seconds."""

@@ -5,13 +5,19 @@ front end; `WorkerExtension` is part of each of the engine's workers (actors/vll
 publish goes like this:
 
     replica                              worker
-    join       -> leeway_join            build the process group                  } generation
-    stage      -> leeway_receive         a thread receives into staging           } goes on
+    expose     -> leeway_expose          once: let the learner write into staging } generation
+                  (nothing)              the learner writes                       } goes on
+    arrived    -> leeway_arrived         it is through                            }
     commit     -> leeway_check           is it what was sent?                     }
                -> pause, running requests kept; what is under way on the device is drained
                -> leeway_commit          device-local copy of staging into place
                -> set version, resume
                -> leeway_verify          a thread compares what is in use         } goes on
+
+A learner on another machine, whose GPU cannot reach that memory, sends over a process group:
+
+    join       -> leeway_join            build it, once
+    stage      -> leeway_receive         a thread receives into staging
 
 Only `leeway_commit` goes through the engine, which waits for the device at each call. All else
 takes the side channel (actors/side_channel.py).
@@ -33,6 +39,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -50,6 +57,7 @@ from leeway.actors.vllm_versions import TokenVersions, token_versions
 from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.exposed_memory import MemoryHandle
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -229,6 +237,16 @@ class VllmPolicy:
         """Join a transfer group; returns when the workers' joins have ended."""
         await self._aside("leeway_join", rendezvous.to_dict())
         await self._until_idle("join", rendezvous.timeout_s)
+
+    async def expose(self, delivery: Delivery) -> list[MemoryHandle]:
+        """Let the learner write into every worker's staging; where that is, by rank."""
+        await self._aside("leeway_expose", delivery.to_dict())
+        await self._until_idle("expose its memory", delivery.timeout_s)
+        return msgspec.convert(await self._aside("leeway_memory"), list[MemoryHandle])
+
+    async def arrived(self, checksum: str, wire_s: float) -> None:
+        """The learner has written a version there, in `wire_s` seconds."""
+        await self._aside("leeway_arrived", checksum, wire_s)
 
     async def stage(self, delivery: Delivery) -> float:
         """Receive a published version while generation goes on. Returns seconds.

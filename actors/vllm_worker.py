@@ -25,6 +25,7 @@ from leeway.actors.side_channel import SideChannel
 from leeway.actors.weight_receiver import Delivery, Rendezvous, StagingArea
 from leeway.replay import free_pages
 from leeway.replay.errors import TransferError
+from leeway.replay.exposed_memory import MemoryHandle
 from leeway.replay.flat_weights import Layout
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,18 @@ class WorkerExtension:
     def leeway_receive(self, delivery: dict[str, object], staged: bool) -> None:
         """Begin to receive a version: into staging, or into place while the engine stands still."""
         self._weights.receive(Delivery.from_dict(delivery), staged)
+
+    def leeway_expose(self, delivery: dict[str, object]) -> None:
+        """Begin to expose staging to the learner."""
+        self._weights.expose(Delivery.from_dict(delivery))
+
+    def leeway_memory(self) -> MemoryHandle:
+        """Where it is."""
+        return self._weights.staging.memory()
+
+    def leeway_arrived(self, checksum: str, wire_s: float) -> None:
+        """The learner has written a version there."""
+        self._weights.arrived(checksum, wire_s)
 
     def leeway_transfer_state(self, wait_s: float) -> str:
         """`busy`, `idle`, or what went wrong."""
@@ -149,6 +162,17 @@ class EngineWeights:
             self.staging.start_receive(delivery, then=self._make_plan)
         else:
             self.staging.start_receive(delivery, in_place=_InPlaceReload(self))
+
+    def expose(self, delivery: Delivery) -> None:
+        """Begin to let the learner write into staging."""
+        if not self.staging.has_buffer_for(delivery):
+            self._forget_plan()
+        self.staging.start_expose(delivery, then=self._make_plan)
+
+    def arrived(self, checksum: str, wire_s: float) -> None:
+        """A version was written there."""
+        self._in_place = False
+        self.staging.arrived(checksum, wire_s)
 
     def abandon(self) -> None:
         """Drop a transfer that failed."""

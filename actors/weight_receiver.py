@@ -1,8 +1,12 @@
-"""Receiving weights beside a running engine: a staging area filled by a thread of its own.
+"""Receiving weights beside a running engine: a staging area that fills while the engine goes on.
 
-`StagingArea` knows torch.distributed and nothing of vLLM; the vLLM adapter and the torch policy
-both use it. Its owner calls `start_join` and `start_receive`, asks `state` until it is idle, checks
-the checksum, then takes what `views` shows.
+    broadcast   start_join once, start_receive: a thread receives from torch.distributed
+    direct      start_expose once, memory: the learner itself writes into the buffer, and this
+                process does nothing at all; `arrived` when the learner says so
+
+`StagingArea` knows nothing of vLLM; the vLLM adapter and the torch policy both use it. After each
+start its owner asks `state` until it is idle. Then it checks the checksum and takes what `views`
+shows.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from leeway.replay import transfer
 from leeway.replay.board import TensorSpec, Transport
 from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.exposed_memory import ExposedMemory, MemoryHandle
 from leeway.replay.flat_weights import Checksum, Layout, checksum
 from leeway.replay.schema import PolicyVersion
 
@@ -128,6 +133,9 @@ class StagingArea:
         self._flat: torch.Tensor | None = None
         self._host: torch.Tensor | None = None
         """What came through host memory on its way to a GPU."""
+        self._exposed: list[ExposedMemory] = []
+        """All that ever was, the last one being in use. A learner that was given up may still write
+        into one, so none serves anything else."""
         self._received: str | None = None
         """Checksum of the version that is here."""
         self._stream: torch.cuda.Stream | None = None
@@ -199,6 +207,48 @@ class StagingArea:
 
         self.start("receive weights", receive, keep)
         self._received = None
+
+    def start_expose(
+        self,
+        delivery: Delivery,
+        then: Callable[[Layout, torch.Tensor], Callable[[], None]] | None = None,
+    ) -> None:
+        """Begin to make the buffer one that the learner can write into; `memory` tells where it is.
+
+        `then` as in start_receive, called once, with what lies there before the first version.
+        """
+        if not self.has_buffer_for(delivery):
+            self._layout, self._flat, self._host = Layout(delivery.manifest), None, None
+        layout, known = self._layout, self._flat
+        assert layout is not None
+        memory = self._exposed[-1] if self._exposed and self._exposed[-1].flat is known else None
+
+        def expose() -> tuple[ExposedMemory, Callable[[], None]]:
+            found = memory or ExposedMemory(layout.num_bytes, self._device)
+            return found, (lambda: None) if then is None else then(layout, found.flat)
+
+        def keep(made: tuple[ExposedMemory, Callable[[], None]]) -> None:
+            found, finish = made
+            if found is not memory:
+                self._exposed.append(found)
+            self._flat, self._host = found.flat, None
+            finish()
+
+        self.start("expose memory", expose, keep)
+        self._received = None
+
+    def memory(self) -> MemoryHandle:
+        """Where the learner finds what start_expose has made."""
+        if self.state() != "idle" or not self._exposed:
+            raise TransferError("no memory was exposed")
+        return self._exposed[-1].handle()
+
+    def arrived(self, checksum: str, wire_s: float) -> None:
+        """The learner has written a version into the exposed memory, in `wire_s`, and has found
+        there what it wrote."""
+        if not self._exposed or self._flat is not self._exposed[-1].flat:
+            raise TransferError("no memory was exposed")
+        self._received, self.wire_s = checksum, wire_s
 
     def has_buffer_for(self, delivery: Delivery) -> bool:
         """Whether what is to come fits where the version before lies."""

@@ -106,3 +106,8 @@ class LearnerConfig(FrozenModel):
     """Seconds to wait for a batch before the run is given up with the reason."""
     publish_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds an engine may take to receive and confirm a version before it is evicted."""
+    transport: Literal["auto", "direct", "collective"] = "auto"
+    """How a version reaches the engines. direct: the learner copies it into their memory, in which
+    they take no part; for engines of its own machine that receive beside the weights in use.
+    collective: a broadcast, by NCCL or gloo. auto: direct where all are on GPUs of this machine.
+    What cannot be done directly is broadcast, and the log says so."""

@@ -1,7 +1,7 @@
 """The policy board: which engines live, what the learner publishes, and how each engine fared.
 
     learner    engines() -> announce(a) -> reports(.., "ready") -> form the group
-               -> reports(.., "joined") -> send -> reports(.., "committed")
+               -> reports(.., "joined") -> send [-> report(.., "sent")] -> reports(.., "committed")
     engine     heartbeat(record) every few seconds; next_announcement(seen) -> report(..) per stage
 
 The learner waits for the stream of reports of one publish, an engine for the stream of
@@ -18,11 +18,13 @@ import msgspec
 
 from leeway.replay.connection import BLOCK_MS, Link, ScriptSet, stream_entries
 from leeway.replay.errors import WaitTimeout
+from leeway.replay.exposed_memory import MemoryHandle
 from leeway.replay.keys import board_keys
 from leeway.replay.run_board import Event, RunBoard
 from leeway.replay.schema import PolicyVersion
 
 __all__ = [
+    "LEARNER",
     "Announcement",
     "EngineRecord",
     "EngineReport",
@@ -38,19 +40,24 @@ PUBLISHES_KEPT: Final = 16
 """Announcements that stay, and publishes whose reports do. They are not left to expire: a clock set
 forward would take those that somebody waits for."""
 
-Transport = Literal["nccl", "gloo"]
-"""What carries the bytes: NCCL from GPU to GPU, gloo from host memory to host memory."""
+Transport = Literal["direct", "nccl", "gloo"]
+"""What carries the bytes. direct: the learner copies them into memory that the engines of its
+machine expose. Else a broadcast: NCCL from GPU to GPU, gloo from host memory to host memory."""
 
-Stage = Literal["ready", "joined", "committed", "failed"]
-"""How far an engine is with a publish: it lives and can load what the manifest lists, is in the
-transfer group, uses the new weights; or it gave up."""
+Stage = Literal["ready", "joined", "sent", "committed", "failed"]
+"""How far a publish is. An engine lives and can load what the manifest lists, is in the transfer
+group, uses the new weights; or it gave up. `sent` is what the learner says of a direct transfer."""
 
 _PROGRESS: Final[dict[Stage, int]] = {
     "ready": 1,
     "joined": 2,
-    "committed": 3,
-    "failed": 4,
+    "sent": 3,
+    "committed": 4,
+    "failed": 5,
 }
+
+LEARNER: Final = "learner"
+"""In place of an engine's id, where the learner reports."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -77,6 +84,8 @@ class EngineRecord(msgspec.Struct, frozen=True):
     address: str
     stages: bool = False
     """It has room for a whole version beside the one in use."""
+    machine: str = ""
+    """See exposed_memory.machine; empty if its memory is not to be written by others."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +95,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """Goes up by one with each publish."""
     version: int
     group_number: int
-    """Number of the transfer group."""
+    """Number of the transfer group: the engines of a publish, and the way to them."""
     new_group: bool
     """The group must be formed first."""
     host: str
@@ -124,6 +133,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without generation."""
     copy_s: float = 0.0
     """Seconds of the pause in which the weights were taken in."""
+    memory: list[MemoryHandle] = []
+    """With `joined` of a new group of a direct transfer: where each rank takes a version."""
     error: str | None = None
     """Why it failed; None unless the stage is `failed`."""
 

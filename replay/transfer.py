@@ -1,6 +1,8 @@
-"""How weights travel: a process group of its own, and broadcasts with a deadline.
+"""How weights travel: by a process group of its own, or by copies into memory of the engines; with
+a deadline either way.
 
-The learner is rank 0 and sends; engines receive. What travels is described in flat_weights.py.
+In a group the learner is rank 0 and sends; engines receive. What travels is described in
+flat_weights.py.
 """
 
 # torch.distributed exports TCPStore without naming it in __all__.
@@ -14,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -186,15 +189,60 @@ def _broadcast_cuda(
             if arrived is not None:
                 arrived(place)
         ended.record()
-        deadline = time.monotonic() + timeout_s
-        time.sleep(min(USUAL_SHARE * usual_s, MAX_UNSEEN_S, timeout_s))
-        while not ended.query():
-            if time.monotonic() > deadline:
-                # What still waits on the GPU ends with the group.
-                group.abort()
-                raise TransferError(f"the weights were not through within {timeout_s:g} s")
-            time.sleep(LOOK_S)
+        try:
+            _await(ended, timeout_s, usual_s)
+        except TransferError:
+            # What still waits on the GPU ends with the group.
+            group.abort()
+            raise
         return began.elapsed_time(ended) / 1e3
+
+
+def copy(
+    flat: torch.Tensor,
+    targets: Sequence[torch.Tensor],
+    timeout_s: float,
+    usual_s: float,
+    then: Callable[[], None],
+) -> float:
+    """Copy `flat` into each target, then call `then`; on GPUs both on a stream of their own.
+
+    Returns the seconds of the copies; `usual_s` as in `broadcast`. Raises TransferError when they
+    were not through within `timeout_s`.
+    """
+    if not flat.is_cuda:
+        began_s = time.monotonic()
+        for target in targets:
+            target.copy_(flat)
+        copied_s = time.monotonic() - began_s
+        then()
+        return copied_s
+    device = flat.device
+    with torch.cuda.device(device), torch.cuda.stream(_copy_stream(device)):
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for target in targets:
+            target.copy_(flat, non_blocking=True)
+        ended.record()
+        _await(ended, timeout_s, usual_s)
+        then()
+        return began.elapsed_time(ended) / 1e3
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all copies, so that none overtakes another."""
+    return torch.cuda.Stream(device)
+
+
+def _await(event: torch.cuda.Event, timeout_s: float, usual_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    time.sleep(min(USUAL_SHARE * usual_s, MAX_UNSEEN_S, timeout_s))
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise TransferError(f"the weights were not through within {timeout_s:g} s")
+        time.sleep(LOOK_S)
 
 
 def drop(group: dist.ProcessGroup | None) -> None:

@@ -177,8 +177,10 @@ class LearnerProcess:
         self._metering = Metering(self._config, self._run, self._board, self.version)
         self._policies = PolicyBoard(url, name)
         self._replay = traced(connect_replay(url, name, self._config.replay))
-        timeout_s = self._config.learner.publish_timeout_s
-        self._publisher = Publisher(self._policies, self._world.device, timeout_s)
+        learner = self._config.learner
+        self._publisher = Publisher(
+            self._policies, self._world.device, learner.publish_timeout_s, learner.transport
+        )
         self._requests = Requests(self._board, self)
         self._steps = StepRecords(
             self._run, self._board, self._replay, self._metering, self._max_staleness_seen

@@ -1,4 +1,4 @@
-"""Publishing a policy version to every live engine, over a process group of its own.
+"""Publishing a policy version to every live engine.
 
     learner                                 engine (actors/membership.py)
     read membership from the policy board
@@ -6,13 +6,17 @@
     wait for `ready` of all, then form
     the group if it is new  -------------->  join it, report `joined`
     wait for `joined` of all
-    broadcast into their staging  -------->  generation goes on
+    send it into their staging  ---------->  generation goes on
                                              pause, swap, resume; report `committed`
     confirm: wait for `committed`,
     compare checksums, evict who differs
 
-`publish` returns after the broadcast, so that the learner trains on while engines commit; `confirm`
-is called before the next publish and at the end.
+Engines whose memory the learner can reach are shown where to write (`joined` says where), and told
+by a report of the learner's, `sent`, that it has. All others receive a broadcast, for which the
+group is a process group of its own.
+
+`publish` returns when the bytes are sent, so that the learner trains on while engines commit;
+`confirm` is called before the next publish and at the end.
 
 Forming a group needs every member at once, and one that is missing makes it fail for all. Hence
 `ready` comes first, through Redis: whoever died or is late shows there by name and is evicted, and
@@ -27,24 +31,35 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from leeway.learner.weights.outcome import MAX_FAILURES, Lost, Outcome, error_summary
+from leeway.learner.weights.routes import (
+    Collective,
+    Direct,
+    Route,
+    chunk_bytes,
+    transport_of,
+)
 from leeway.learner.weights.sender import Sender
 from leeway.replay import transfer
 from leeway.replay.board import (
+    LEARNER,
     Announcement,
     EngineRecord,
+    EngineReport,
     PolicyBoard,
     Stage,
+    TensorSpec,
     Transport,
 )
 from leeway.replay.errors import TransferError, WaitTimeout
-from leeway.replay.flat_weights import CHUNK_BYTES, FlatWeights
+from leeway.replay.exposed_memory import MemoryHandle
+from leeway.replay.flat_weights import FlatWeights
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -63,7 +78,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     num_engines: int
     num_bytes: int
     transport: str
-    """nccl or gloo."""
+    """direct, nccl or gloo."""
     checksum: str
     transfer_s: float
     """From `ready` until every engine held the bytes."""
@@ -80,8 +95,11 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 class Publisher:
     """Rank 0 of the learner owns one."""
 
-    def __init__(self, board: PolicyBoard, device: torch.device, timeout_s: float) -> None:
-        """`timeout_s` bounds each wait: for `ready`, the group, the bytes, and `committed`."""
+    def __init__(
+        self, board: PolicyBoard, device: torch.device, timeout_s: float, choice: str = "auto"
+    ) -> None:
+        """`timeout_s` bounds each wait: for `ready`, the group, the bytes, and `committed`.
+        `choice` is learner.transport."""
         self._board = board
         self._device = device
         self._timeout_s = timeout_s
@@ -90,9 +108,12 @@ class Publisher:
         self._group_number = 0
         self._wire_dtype = torch.float32
         self._transport: Transport = "nccl" if device.type == "cuda" else "gloo"
-        self._group: dist.ProcessGroup | None = None
+        self.choice = choice
+        """`collective` once an engine's memory was out of reach."""
+        self._route: Route | None = None
         self._store: dist.TCPStore | None = None
-        self._members: dict[str, int] = {}
+        self._members: tuple[Transport, dict[str, int], list[TensorSpec]] | None = None
+        """What the route was made for: transport, ranks by engine, and the manifest if direct."""
         self._sender = Sender()
         self._wire_s = 0.0
         """Seconds that the last version was on the wire."""
@@ -165,8 +186,9 @@ class Publisher:
         if not outcome.is_complete:
             await self._evict(lost.add(outcome))
             return False
-        if self._group is None:
-            self._group = await self._form_group(announcement)
+        is_direct = announcement.transport == "direct"
+        if self._route is None and not is_direct:
+            self._route = await self._form_group(announcement)
         outcome = await self._await_stage(announcement, "joined")
         if not outcome.is_complete:
             evicted = lost.add(outcome)
@@ -174,34 +196,38 @@ class Publisher:
             if evicted:
                 return False
             raise TransferError(error_summary(outcome.failed))
-        group = self._group
-        flat = weights.flat.to(transfer.wire_device(announcement.transport, self._device))
-        chunks = weights.layout.chunks(announcement.chunk_bytes)
-        pieces = [flat[chunk.start : chunk.stop] for chunk in chunks]
+        if self._route is None:
+            self._route = self._open(announcement, outcome.reached.values())
+        route = self._route
         try:
             usual_s = 0.0 if announcement.new_group else self._wire_s
             self._wire_s = await self._sender.run(
-                lambda: transfer.broadcast(group, pieces, self._timeout_s, usual_s=usual_s),
+                lambda: route.send(weights, announcement, self._timeout_s, usual_s),
                 self._timeout_s,
             )
         except TransferError as error:
             raise TransferError(f"to {_names(announcement)}: {error}") from error
+        if is_direct:
+            await self._say_sent(announcement)
         self._pending = (announcement, began, weights.layout.num_bytes)
         return True
 
     def _announcement(self, engines: list[EngineRecord], weights: FlatWeights) -> Announcement:
-        members = {engine.engine_id: engine.num_ranks for engine in engines}
-        self._transport = _transport(self._device, engines)
-        new_group = self._group is None or members != self._members
+        ranks = {engine.engine_id: engine.num_ranks for engine in engines}
+        self._transport = transport_of(self._device, engines, self.choice)
+        manifest = list(weights.layout.manifest)
+        # Memory is exposed for one manifest; a process group carries any.
+        members = (self._transport, ranks, manifest if self._transport == "direct" else [])
+        new_group = self._route is None or members != self._members
         if new_group:
             self._drop_group()
             self._members = members
-            listens_on = self._host if self._host == transfer.LOOPBACK else "0.0.0.0"
-            self._store = transfer.build_store(listens_on, 0, True, self._timeout_s)
+            if self._transport != "direct":
+                listens_on = self._host if self._host == transfer.LOOPBACK else "0.0.0.0"
+                self._store = transfer.build_store(listens_on, 0, True, self._timeout_s)
             self._group_number += 1
-        assert self._store is not None
         offsets, rank = {}, 1
-        for engine_id, num_ranks in sorted(members.items()):
+        for engine_id, num_ranks in sorted(ranks.items()):
             offsets[engine_id] = rank
             rank += num_ranks
         self._publish_id += 1
@@ -211,17 +237,40 @@ class Publisher:
             group_number=self._group_number,
             new_group=new_group,
             host=self._host,
-            port=self._store.port,
+            port=self._store.port if self._store is not None else 0,
             transport=self._transport,
             world_size=rank,
             rank_offsets=offsets,
-            manifest=list(weights.layout.manifest),
-            chunk_bytes=_chunk_bytes(self._transport, engines, weights),
+            manifest=manifest,
+            chunk_bytes=chunk_bytes(self._transport, engines, weights),
             checksum=weights.checksum,
             deadline_s=self._timeout_s,
         )
 
-    async def _form_group(self, announcement: Announcement) -> dist.ProcessGroup:
+    def _open(self, announcement: Announcement, joined: Iterable[EngineReport]) -> Route:
+        """Raises TransferError where an engine's memory is out of reach; no other is tried."""
+        handles: list[MemoryHandle] = [memory for report in joined for memory in report.memory]
+        try:
+            if len(handles) != announcement.world_size - 1:
+                raise TransferError(f"{len(handles)} memories of {_names(announcement)} were shown")
+            return Direct(handles, self._device)
+        except TransferError as error:
+            log.warning("weights are broadcast from now on: %s", error)
+            self.choice = "collective"
+            raise
+
+    async def _say_sent(self, announcement: Announcement) -> None:
+        await self._board.report(
+            EngineReport(
+                publish_id=announcement.publish_id,
+                engine_id=LEARNER,
+                stage="sent",
+                version=announcement.version,
+                wire_s=self._wire_s,
+            )
+        )
+
+    async def _form_group(self, announcement: Announcement) -> Route:
         store, size, timeout_s = self._store, announcement.world_size, self._timeout_s
         device = transfer.wire_device(announcement.transport, self._device)
         assert store is not None
@@ -245,7 +294,7 @@ class Publisher:
             engines = error_summary(outcome.failed | outcome.silent)
             raise TransferError(f"{error}; engines: {engines}") from error
         log.info("transfer group %d: %s", announcement.group_number, _names(announcement))
-        return group
+        return Collective(group, device)
 
     async def _await_stage(
         self, announcement: Announcement, stage: Stage, timeout_s: float | None = None
@@ -286,8 +335,9 @@ class Publisher:
             self._drop_group()
 
     def _drop_group(self) -> None:
-        transfer.drop(self._group)
-        self._group = None
+        if self._route is not None:
+            self._route.drop()
+        self._route = self._store = None
 
     async def confirm(self) -> Published | None:
         """Wait until the last published version is in use everywhere.
@@ -323,23 +373,6 @@ class Publisher:
             copy_s=[r.copy_s for r in good],
             evicted=evicted,
         )
-
-
-def _chunk_bytes(transport: Transport, engines: list[EngineRecord], weights: FlatWeights) -> int:
-    """By NCCL all of it at once, where every engine has room: each further piece takes the
-    interpreter several times from an engine that generates."""
-    if transport == "nccl" and all(engine.stages for engine in engines):
-        return weights.layout.num_bytes
-    return CHUNK_BYTES[transport]
-
-
-def _transport(device: torch.device, engines: list[EngineRecord]) -> Transport:
-    """NCCL between GPUs that are all different; it refuses to have two ranks on one."""
-    own = transfer.gpu_uuid(device)
-    gpus = [own, *(gpu for engine in engines for gpu in engine.gpus)]
-    num_ranks = 1 + sum(engine.num_ranks for engine in engines)
-    apart = own is not None and len(set(gpus)) == len(gpus) == num_ranks
-    return "nccl" if apart else "gloo"
 
 
 def _names(announcement: Announcement) -> str:

@@ -79,12 +79,16 @@ def bench_publish(
         list[str] | None,
         typer.Option(help="Size of the model: 0.01B, 1.5B or 7B. May be given often."),
     ] = None,
+    transport: Annotated[
+        str, typer.Option(help="As learner.transport: auto, direct or collective.")
+    ] = "auto",
 ) -> None:
     """New weights for a running engine, against a device-local copy, NCCL alone and vLLM's own."""
     from leeway.services.bench.publish import run
     from leeway.services.bench.report import show
 
-    show(run(quick=quick, shapes=tuple(shape or ())), as_json=as_json)
+    found = run(quick=quick, shapes=tuple(shape or ()), transport=transport)
+    show(found, as_json=as_json)
 
 
 @bench_app.command("pipeline")

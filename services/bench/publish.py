@@ -42,6 +42,7 @@ from leeway.services.bench.result import BenchResult
 WARM_S: Final = 4.0
 PAIR_REST_S: Final = 0.25
 """Without a publish, before one whose time is compared with the time before it."""
+TRANSPORTS: Final = ("auto", "direct", "collective")
 NOT_MEASURED: Final = -1.0
 """What a key holds where the machine has no such path."""
 
@@ -93,15 +94,20 @@ class Measured:
         return sum(during for during, _ in self.pairs) / sum(before for _, before in self.pairs)
 
 
-def run(*, quick: bool, shapes: tuple[str, ...] = ()) -> BenchResult:
-    """On two GPUs 1.5B and 7B; on CPUs, over gloo, a model of a few million parameters.
+def run(*, quick: bool, shapes: tuple[str, ...] = (), transport: str = "auto") -> BenchResult:
+    """On two GPUs 1.5B and 7B; on CPUs a model of a few million parameters. `transport` is
+    learner.transport.
 
-    Raises ConfigurationError for a size that is not among `shapes`' choices.
+    Raises ConfigurationError for a size or a transport that there is not.
     """
     unknown = sorted(set(shapes) - SHAPES.keys())
     if unknown:
         raise ConfigurationError(
             f"there is no model of size {unknown[0]}; take one of {', '.join(SHAPES)}"
+        )
+    if transport not in TRANSPORTS:
+        raise ConfigurationError(
+            f"there is no transport {transport}; take one of {', '.join(TRANSPORTS)}"
         )
     is_cuda = torch.cuda.device_count() > 1
     if is_cuda and quick:
@@ -114,13 +120,13 @@ def run(*, quick: bool, shapes: tuple[str, ...] = ()) -> BenchResult:
             with_native=False,
             num_pairs=10 if quick else 30,
         )
-    found = [_measure(shape, plan, is_cuda) for shape in shapes or plan.shapes]
+    found = [_measure(shape, plan, is_cuda, transport) for shape in shapes or plan.shapes]
     columns = ("model", "what", "p50 ms", "p99 ms", "note")
     rows = tuple(row for measured in found for row in _rows(measured))
     return BenchResult("publish", columns, rows, _keys(found))
 
 
-def _measure(shape: str, plan: Plan, is_cuda: bool) -> Measured:
+def _measure(shape: str, plan: Plan, is_cuda: bool, transport: str) -> Measured:
     measured = Measured(shape)
     shared = "/dev/shm" if is_cuda and os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="leeway-publish-", dir=shared) as directory:
@@ -130,23 +136,23 @@ def _measure(shape: str, plan: Plan, is_cuda: bool) -> Measured:
         write_model(build_network(shape, device), folder)
         if is_cuda:
             torch.cuda.empty_cache()
-        asyncio.run(_both_ways(measured, plan, folder, Path(directory), is_cuda))
+        with EmbeddedRedis.start(Path(directory, "redis")) as server:
+            learner = Learner(shape, server.url, is_cuda, transport)
+            try:
+                asyncio.run(_both_ways(measured, plan, learner, folder, server.url))
+            finally:
+                learner.close()
     measured.raw_s, measured.device_copy_s = measure(measured.num_bytes)
     return measured
 
 
 async def _both_ways(
-    measured: Measured, plan: Plan, folder: Path, directory: Path, is_cuda: bool
+    measured: Measured, plan: Plan, learner: Learner, folder: Path, redis_url: str
 ) -> None:
-    with EmbeddedRedis.start(directory / "redis") as server:
-        learner = Learner(measured.shape, server.url, is_cuda)
-        try:
-            await learner.ready()
-            await _publish(measured, plan, learner, folder, server.url)
-            if plan.with_native:
-                await _native(measured, plan, learner, folder)
-        finally:
-            learner.close()
+    await learner.ready()
+    await _publish(measured, plan, learner, folder, redis_url)
+    if plan.with_native:
+        await _native(measured, plan, learner, folder)
 
 
 # ---- ours
@@ -159,7 +165,6 @@ async def _publish(
     vocab_size = int(SHAPES[measured.shape]["vocab_size"])
     board = PolicyBoard(redis_url, RUN)
     async with _engine(folder, config) as (policy, meter):
-        stages = _timed_stages(policy)
         membership = Membership(board, policy, "engine", "here")
         serving = asyncio.create_task(membership.run())
         load = Load(policy.complete, vocab_size, plan.num_in_flight)
@@ -168,7 +173,7 @@ async def _publish(
                 await asyncio.sleep(0.1)
             await asyncio.sleep(WARM_S)
             await _publishes(measured, plan, learner, meter, load)
-            await _windows(measured, plan, learner, stages, meter)
+            await _windows(measured, plan, learner, membership, meter)
             load.check()
             await load.stop()
             measured.gap_logprob = await _logprob_gap(learner, policy)
@@ -177,21 +182,6 @@ async def _publish(
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await board.close()
-
-
-def _timed_stages(policy: Any) -> list[tuple[float, float]]:
-    """From when to when each version was received, filled as it happens."""
-    times: list[tuple[float, float]] = []
-    stage = policy.stage
-
-    async def timed(delivery: Any) -> float:
-        began = time.monotonic()
-        took = await stage(delivery)
-        times.append((began, time.monotonic()))
-        return took
-
-    policy.stage = timed
-    return times
 
 
 async def _publishes(
@@ -225,7 +215,7 @@ async def _windows(
     measured: Measured,
     plan: Plan,
     learner: Learner,
-    stages: list[tuple[float, float]],
+    membership: Membership,
     meter: Meter,
 ) -> None:
     """Turn and turn about: a while without transfers, a while full of them.
@@ -237,23 +227,20 @@ async def _windows(
         began = time.monotonic()
         await asyncio.sleep(plan.window_s)
         measured.idle_rates.append(meter.rate(began, time.monotonic()))
-        began, first = time.monotonic(), len(stages)
+        began, receiving_s = time.monotonic(), 0.0
         while time.monotonic() - began < plan.window_s:
             await learner.publish()
+            receiving_s += membership.receiving[1] - membership.receiving[0]
         ended = time.monotonic()
         measured.full_rates.append(meter.rate(began, ended))
-        measured.transfer_share = sum(b - a for a, b in stages[first:]) / (ended - began)
+        measured.transfer_share = receiving_s / (ended - began)
     for _ in range(plan.num_pairs):
         await asyncio.sleep(PAIR_REST_S)
-        first = len(stages)
         await learner.publish()
-        for began, ended in stages[first:]:
-            measured.pairs.append(
-                (
-                    meter.count(began, ended),
-                    meter.count(2 * began - ended, began),
-                )
-            )
+        began, ended = membership.receiving
+        measured.pairs.append(
+            (meter.count(began, ended), meter.count(2 * began - ended, began)),
+        )
 
 
 async def _logprob_gap(learner: Learner, policy: Any) -> float:

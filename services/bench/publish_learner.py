@@ -32,11 +32,12 @@ RUN = "bench-publish"
 class Learner:
     """The process, seen from the bench; within an event loop."""
 
-    def __init__(self, shape: str, redis_url: str, on_gpu: bool) -> None:
+    def __init__(self, shape: str, redis_url: str, on_gpu: bool, choice: str) -> None:
+        """`choice` is learner.transport."""
         context = multiprocessing.get_context("spawn")
         self._end, far_end = context.Pipe()
         self._process = context.Process(
-            target=_main, args=(far_end, shape, redis_url, on_gpu), daemon=True
+            target=_main, args=(far_end, shape, redis_url, on_gpu, choice), daemon=True
         )
         self._process.start()
         far_end.close()
@@ -68,17 +69,19 @@ class Learner:
         self._process.join(10)
 
 
-def _main(end: Connection, shape: str, redis_url: str, on_gpu: bool) -> None:
+def _main(end: Connection, shape: str, redis_url: str, on_gpu: bool, choice: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    asyncio.run(_serve(end, build_network(shape, device), device, redis_url))
+    asyncio.run(_serve(end, build_network(shape, device), device, redis_url, choice))
 
 
-async def _serve(end: Connection, network: Any, device: torch.device, redis_url: str) -> None:
+async def _serve(
+    end: Connection, network: Any, device: torch.device, redis_url: str, choice: str
+) -> None:
     board = PolicyBoard(redis_url, RUN)
-    work = _Work(network, Publisher(board, device, PUBLISH_TIMEOUT_S))
+    work = _Work(network, Publisher(board, device, PUBLISH_TIMEOUT_S, choice))
     orders: dict[str, Callable[[Any], Any]] = {
         "publish": work.publish,
         "logprobs": work.logprobs,

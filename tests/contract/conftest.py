@@ -141,12 +141,21 @@ class Receiver:
     async def publish(self, weights: Mapping[str, torch.Tensor], version: int | None = None) -> Any:
         """Publish and confirm; the engine must have taken it."""
         await self.wait_listed()
+        await self.publisher.resume()
         new = PolicyVersion(version) if version is not None else await self.next_version()
         assert await self.publisher.publish(new, pack(weights)) == 1
         published = await self.publisher.confirm()
         assert published is not None
         assert (published.version, published.evicted) == (new, {})
         return published
+
+    def take(self, choice: str) -> None:
+        """Be published to by a learner that starts anew, with this `learner.transport`."""
+        import torch
+
+        from leeway.learner.weights.publisher import Publisher
+
+        self.publisher = Publisher(self.board, torch.device("cpu"), TIMEOUT_S, choice)
 
     async def wait_listed(self) -> None:
         """An engine that was evicted is back with its next heartbeat."""

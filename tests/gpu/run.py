@@ -41,7 +41,22 @@ STAGES = (
     Stage("doctor", (*LEEWAY, "doctor", "--deep", "--json"), 240),
     Stage("publish-1.5B", (*LEEWAY, "bench", "publish", "--shape", "1.5B", "--json"), 330, 2),
     Stage("publish-7B", (*LEEWAY, "bench", "publish", "--shape", "7B", "--json"), 400, 2),
-    Stage("publish-tests", (*PYTEST, str(TESTS / "test_publish_gpu.py")), 300, 2),
+    # What a learner uses whose engines are on other machines.
+    Stage(
+        "publish-nccl",
+        (*LEEWAY, "bench", "publish", "--shape", "1.5B", "--transport", "collective", "--json"),
+        330,
+        2,
+    ),
+    Stage(
+        "publish-tests",
+        (
+            *PYTEST,
+            *(str(TESTS / f"test_{name}_gpu.py") for name in ("exposed_memory", "publish")),
+        ),
+        300,
+        2,
+    ),
     # A run that ended there is not played again: the two fit into two calls.
     Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 400, 2),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),

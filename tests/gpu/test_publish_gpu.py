@@ -1,4 +1,5 @@
-"""Publishing over NCCL: learner on one GPU, an engine that decodes with torch on another.
+"""Publishing from a learner on one GPU to an engine that decodes with torch on another: over NCCL,
+and straight into its memory.
 
 Engines come and go, learners too; whatever hangs ends at its deadline and leaves nothing behind
 that the next transfer would stumble over.
@@ -66,9 +67,9 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 class World:
     """A board, a learner's publisher, and engines by name."""
 
-    def __init__(self, url: str, tokens: Tokens) -> None:
+    def __init__(self, url: str, tokens: Tokens, choice: str) -> None:
         self.board = PolicyBoard(url, f"test-{uuid.uuid4().hex}")
-        self.publisher = Publisher(self.board, LEARNER, TIMEOUT_S)
+        self.publisher = Publisher(self.board, LEARNER, TIMEOUT_S, choice)
         self._tokens = tokens
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -106,10 +107,10 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
 
 
 @asynccontextmanager
-async def world(url: str, tokens: Tokens) -> AsyncIterator[World]:
+async def world(url: str, tokens: Tokens, choice: str = "collective") -> AsyncIterator[World]:
     for seed in range(4):  # building them would keep heartbeats waiting
         network(seed)
-    found = World(url, tokens)
+    found = World(url, tokens, choice)
     try:
         async with asyncio.timeout(60):
             yield found
@@ -122,15 +123,19 @@ def holds(policy: TorchPolicy, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(held[name].cpu(), t.cpu()) for name, t in expected.items())
 
 
-def test_engine_holds_what_was_sent_bit_by_bit(redis_url, tokens):
+@pytest.mark.parametrize(
+    ("choice", "transport"), [("collective", "nccl"), ("auto", "direct"), ("direct", "direct")]
+)
+def test_engine_holds_what_was_sent_bit_by_bit(redis_url, tokens, choice, transport):
     async def check() -> None:
-        async with world(redis_url, tokens) as at:
+        async with world(redis_url, tokens, choice) as at:
             policy = await at.start("a")
             for version, seed in ((V1, 1), (V2, 2)):
                 assert await at.publisher.publish(version, pack(weights(seed))) == 1
                 published = await at.publisher.confirm()
                 assert (published.version, published.evicted) == (version, {})
                 assert published.wire_s > 0
+                assert published.transport == transport
                 assert holds(policy, weights(seed))
 
     asyncio.run(check())
@@ -148,9 +153,10 @@ def test_weights_in_float32_travel_rounded_to_bfloat16_where_that_is_asked(redis
     asyncio.run(check())
 
 
-def test_engine_lost_and_engine_added_each_make_a_new_group(redis_url, tokens):
+@pytest.mark.parametrize("choice", ["collective", "direct"])
+def test_engine_lost_and_engine_added_each_make_a_new_group(redis_url, tokens, choice):
     async def check() -> None:
-        async with world(redis_url, tokens) as at:
+        async with world(redis_url, tokens, choice) as at:
             await at.start("a")
             await at.publisher.publish(V1, pack(weights(1)))
             await at.publisher.confirm()
@@ -164,13 +170,14 @@ def test_engine_lost_and_engine_added_each_make_a_new_group(redis_url, tokens):
     asyncio.run(check())
 
 
-def test_learner_that_starts_again_publishes_to_the_engine_that_is_there(redis_url, tokens):
+@pytest.mark.parametrize("choice", ["collective", "direct"])
+def test_learner_that_starts_again_publishes_to_the_engine_that_is_there(redis_url, tokens, choice):
     async def check() -> None:
-        async with world(redis_url, tokens) as at:
+        async with world(redis_url, tokens, choice) as at:
             policy = await at.start("a")
             await at.publisher.publish(V1, pack(weights(1)))
             await at.publisher.confirm()
-            restarted = Publisher(at.board, LEARNER, TIMEOUT_S)
+            restarted = Publisher(at.board, LEARNER, TIMEOUT_S, choice)
             await restarted.resume()
             assert await restarted.publish(V2, pack(weights(2))) == 1
             assert (await restarted.confirm()).num_engines == 1
