@@ -142,6 +142,7 @@ def _name(token: str) -> str:
 
 def _opened_cuda(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
     storage: Any = torch.UntypedStorage
+    torch.cuda.init()  # without it torch ends the process here
     # The device that the memory lies on need not be visible here: what is opened is an address.
     opened = storage._new_shared_cuda(
         torch.cuda.current_device() if device.index is None else device.index,
