@@ -106,7 +106,7 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
 def _size(quick: bool, is_cuda: bool) -> Size:
     if is_cuda:
         learner = {"micro_batch_tokens": 16384, "precision": "bfloat16"}
-        return Size(6 if quick else 14, 16, 200, 320, 512, learner)
+        return Size(6 if quick else 14, 16, 200, 600, 512, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
     return Size(5 if quick else 14, 4, 24, 192, 32, learner)
 

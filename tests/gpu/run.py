@@ -39,13 +39,13 @@ class Stage:
 
 STAGES = (
     Stage("doctor", (*LEEWAY, "doctor", "--deep", "--json"), 240),
-    Stage("publish-1.5B", (*LEEWAY, "bench", "publish", "--shape", "1.5B", "--json"), 330, 2),
-    Stage("publish-7B", (*LEEWAY, "bench", "publish", "--shape", "7B", "--json"), 400, 2),
+    Stage("publish-1.5B", (*LEEWAY, "bench", "publish", "--shape", "1.5B", "--json"), 420, 2),
+    Stage("publish-7B", (*LEEWAY, "bench", "publish", "--shape", "7B", "--json"), 540, 2),
     # What a learner uses whose engines are on other machines.
     Stage(
         "publish-nccl",
         (*LEEWAY, "bench", "publish", "--shape", "1.5B", "--transport", "collective", "--json"),
-        330,
+        420,
         2,
     ),
     Stage(
@@ -58,7 +58,7 @@ STAGES = (
         2,
     ),
     # A run that ended there is not played again: the two fit into two calls.
-    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 400, 2),
+    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 540, 2),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),
     Stage("learner", (*LEEWAY, "bench", "learner", "--json"), 240),
     Stage(

@@ -79,9 +79,13 @@ class World:
         policy = kind(model, self._tokens, config, seed=0, version=PolicyVersion(0))
         membership = Membership(self.board, policy, name, "here", heartbeat_s=HEARTBEAT_S)
         self._tasks[name] = asyncio.create_task(membership.run())
+        await self.listed(name)
+        return policy
+
+    async def listed(self, name: str) -> None:
+        """Its heartbeat may have been late: whole models are compared on this event loop."""
         while name not in [e.engine_id for e in await self.board.engines()]:
             await asyncio.sleep(0.02)
-        return policy
 
     async def kill(self, name: str) -> None:
         self._tasks[name].cancel()
@@ -131,7 +135,10 @@ def test_engine_holds_what_was_sent_bit_by_bit(redis_url, tokens, choice, transp
         async with world(redis_url, tokens, choice) as at:
             policy = await at.start("a")
             for version, seed in ((V1, 1), (V2, 2)):
-                assert await at.publisher.publish(version, pack(weights(seed))) == 1
+                packed = pack(weights(seed))
+                torch.cuda.synchronize(LEARNER)
+                await at.listed("a")
+                assert await at.publisher.publish(version, packed) == 1
                 published = await at.publisher.confirm()
                 assert (published.version, published.evicted) == (version, {})
                 assert published.wire_s > 0

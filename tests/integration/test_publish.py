@@ -1,4 +1,5 @@
-"""Publishing over gloo and a real Redis, engines coming and going. Engines decode with torch."""
+"""Publishing over a real Redis, engines coming and going: by gloo, and into their memory. Engines
+decode with torch."""
 
 from __future__ import annotations
 
@@ -51,11 +52,15 @@ async def board(url: str) -> AsyncIterator[PolicyBoard]:
     await board.close()
 
 
-@pytest.fixture
-async def publisher(board: PolicyBoard) -> Publisher:
-    publisher = Publisher(board, CPU, TIMEOUT_S)
+@pytest.fixture(params=["collective", "direct"])
+async def publisher(request: pytest.FixtureRequest, board: PolicyBoard) -> Publisher:
+    publisher = Publisher(board, CPU, TIMEOUT_S, request.param)
     await publisher.resume()
     return publisher
+
+
+by_broadcast = pytest.mark.parametrize("publisher", ["collective"], indirect=True)
+"""For what happens in a process group alone."""
 
 
 def network(seed: int, vocab_size: int = 257) -> LlamaForCausalLM:
@@ -150,6 +155,7 @@ async def test_first_publish_reaches_every_engine(engines, publisher):
         assert await publisher.publish(V1, pack(weights(1))) == 2
         published = await publisher.confirm()
     assert (published.version, published.num_engines, published.evicted) == (1, 2, {})
+    assert published.transport == ("direct" if publisher.choice == "direct" else "gloo")
     assert len(published.pause_s) == 2
     for policy in (a, b):
         assert holds(policy, 1)
@@ -165,7 +171,7 @@ async def test_learner_that_restarts_publishes_to_the_same_engine(engines, board
     a = await engines.start("a")
     await publisher.publish(V1, pack(weights(1)))
     await publisher.confirm()
-    restarted = Publisher(board, CPU, TIMEOUT_S)
+    restarted = Publisher(board, CPU, TIMEOUT_S, publisher.choice)
     await restarted.resume()
     async with within(TIMEOUT_S):
         assert await restarted.publish(V2, pack(weights(2))) == 1
@@ -184,7 +190,7 @@ async def test_learner_that_died_during_a_publish_is_followed_by_the_next(
         await asyncio.sleep(0)
     dying.cancel()
     await asyncio.wait({dying})
-    restarted = Publisher(board, CPU, TIMEOUT_S)
+    restarted = Publisher(board, CPU, TIMEOUT_S, publisher.choice)
     await restarted.resume()
     async with within(TIMEOUT_S + 1.0):
         assert await restarted.publish(V2, pack(weights(2))) == 1
@@ -254,6 +260,7 @@ class StuckPolicy(TorchPolicy):
         return await super().stage(delivery)
 
 
+@by_broadcast
 async def test_engine_that_is_stuck_once_is_sent_to_again_in_a_new_group(engines, board, publisher):
     a, b = await engines.start("a"), await engines.start("b", StuckPolicy)
     async with within(3 * TIMEOUT_S):
@@ -262,6 +269,34 @@ async def test_engine_that_is_stuck_once_is_sent_to_again_in_a_new_group(engines
     assert holds(a, 1)
     assert holds(b, 1)
     assert (await board.latest_announcement()).group_number == 2
+
+
+class SilentPolicy(TorchPolicy):
+    """It shows its memory, and hears nothing of what is written there: the first time."""
+
+    num_silent = 0
+
+    async def arrived(self, checksum, wire_s):
+        if self.num_silent == 0:
+            self.num_silent = 1
+            await asyncio.sleep(60)
+        await super().arrived(checksum, wire_s)
+
+
+@pytest.mark.parametrize("publisher", ["direct"], indirect=True)
+async def test_engine_that_does_not_see_what_was_written_is_left_behind_and_comes_back(
+    engines, board, publisher
+):
+    a, b = await engines.start("a"), await engines.start("b", SilentPolicy)
+    async with within(3 * TIMEOUT_S):
+        assert await publisher.publish(V1, pack(weights(1))) == 2
+        published = await publisher.confirm()
+    assert list(published.evicted) == ["b"]
+    assert (holds(a, 1), holds(b, 0)) == (True, True)
+    await asyncio.sleep(3 * HEARTBEAT_S)
+    assert await publisher.publish(V2, pack(weights(2))) == 2
+    assert (await publisher.confirm()).evicted == {}
+    assert (holds(a, 2), holds(b, 2)) == (True, True)
 
 
 class SlowPolicy(TorchPolicy):
@@ -291,6 +326,7 @@ class UnreachablePolicy(TorchPolicy):
         raise TransferError("could not join: no route to host")
 
 
+@by_broadcast
 async def test_engine_that_cannot_join_ends_the_publish_with_its_reason(engines, publisher):
     await engines.start("a")
     await engines.start("b", UnreachablePolicy)

@@ -22,12 +22,22 @@ from leeway.actors.weight_receiver import (
     StagingArea,
     check_manifest,
 )
-from leeway.replay.board import Announcement, EngineReport, PolicyBoard, Stage, TensorSpec
-from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.board import (
+    LEARNER,
+    Announcement,
+    EngineReport,
+    PolicyBoard,
+    Stage,
+    TensorSpec,
+    Transport,
+)
+from leeway.replay.errors import ChecksumMismatch, StoreUnavailable, TransferError
+from leeway.replay.exposed_memory import MemoryHandle, machine, open_memory
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 
 HEARTBEAT_S, DEADLINE_S, AMPLE_S = 0.2, 0.6, 5.0
+MEMORY = MemoryHandle(pid=7, token="t", num_bytes=8)
 NOTHING = Delivery(manifest=[], chunk_bytes=64, timeout_s=1.0)
 
 
@@ -67,6 +77,13 @@ class FakePolicy:
     async def check_manifest(self, manifest: list[TensorSpec]) -> None:
         await self._call("check_manifest")
 
+    async def expose(self, delivery: Delivery) -> list[MemoryHandle]:
+        await self._call("expose")
+        return [MEMORY]
+
+    async def arrived(self, checksum: str, wire_s: float) -> None:
+        await self._call(f"arrived {checksum} in {wire_s:g} s")
+
     async def join(self, rendezvous: Rendezvous) -> None:
         await self._call(f"join {rendezvous.rank_offset} of {rendezvous.world_size}")
 
@@ -94,7 +111,12 @@ async def never() -> object:
     return await asyncio.get_running_loop().create_future()
 
 
-def announcement(publish_id: int, group_number: int = 1, new_group: bool = True) -> Announcement:
+def announcement(
+    publish_id: int,
+    group_number: int = 1,
+    new_group: bool = True,
+    transport: Transport = "gloo",
+) -> Announcement:
     return Announcement(
         publish_id=publish_id,
         version=publish_id + 10,
@@ -102,7 +124,7 @@ def announcement(publish_id: int, group_number: int = 1, new_group: bool = True)
         new_group=new_group,
         host="127.0.0.1",
         port=1,
-        transport="gloo",
+        transport=transport,
         world_size=3,
         rank_offsets={"a": 1, "b": 2},
         manifest=[TensorSpec(name="w", dtype="float32", shape=[2])],
@@ -358,6 +380,72 @@ async def test_engine_that_waits_for_others_goes_on_with_a_newer_announcement(bo
     assert policy.calls.count("abandon") == 1
 
 
+# --- memory that the learner writes into --------------------------------------------------------
+
+
+async def say_sent(board: PolicyBoard, publish_id: int, wire_s: float) -> None:
+    await board.report(
+        EngineReport(
+            publish_id=publish_id,
+            engine_id=LEARNER,
+            stage="sent",
+            version=publish_id + 10,
+            wire_s=wire_s,
+        )
+    )
+
+
+async def test_engine_shows_its_memory_and_takes_part_again_when_the_learner_has_written(board):
+    policy = FakePolicy()
+    async with running(board, policy) as membership:
+        (engine,) = await board.engines()
+        assert engine.machine == machine()
+        await board.announce(announcement(1, transport="direct"))
+        assert (await report_of(board, 1, "joined")).memory == [MEMORY]
+        await asyncio.sleep(0.1)
+        assert policy.calls == ["check_manifest", "expose"]
+        await say_sent(board, 1, wire_s=0.25)
+        assert (await report_of(board, 1, "committed")).checksum == "0f"
+        assert policy.calls[2:] == ["arrived 0f in 0.25 s", "commit"]
+        began, ended = membership.receiving
+        assert 0.1 <= ended - began < AMPLE_S
+        # The learner knows the memory by now.
+        await board.announce(announcement(2, new_group=False, transport="direct"))
+        assert (await report_of(board, 2, "joined")).memory == []
+        await say_sent(board, 2, wire_s=0.5)
+        await report_of(board, 2, "committed")
+    assert policy.calls[4:] == ["check_manifest", "arrived 0f in 0.5 s", "commit"]
+
+
+async def test_engine_without_room_beside_its_weights_offers_no_memory(board):
+    policy = FakePolicy()
+    policy.stages = False
+    async with running(board, policy):
+        (engine,) = await board.engines()
+    assert (engine.stages, engine.machine) == (False, "")
+
+
+async def test_learner_that_never_says_that_it_has_written_leaves_the_weights_as_they_were(board):
+    policy = FakePolicy()
+    async with running(board, policy) as membership:
+        await board.announce(announcement(1, transport="direct"))
+        report = await report_of(board, 1, "failed")
+        assert membership.broken is None
+    assert report.error is not None
+    assert "no report of stage sent within 0.6 s from learner" in report.error
+    assert policy.calls == ["check_manifest", "expose", "abandon"]
+
+
+async def test_engine_that_waits_for_the_learner_goes_on_with_a_newer_announcement(board):
+    policy = FakePolicy()
+    async with running(board, policy):
+        await board.announce(announcement(1, transport="direct"))
+        await report_of(board, 1, "joined")
+        await board.announce(announcement(2, group_number=2))
+        await report_of(board, 2, "committed")
+    assert policy.calls[-4:] == ["check_manifest", "join 1 of 3", "stage", "commit"]
+
+
 # --- the manifest -------------------------------------------------------------------------------
 
 
@@ -432,7 +520,69 @@ def test_thread_that_was_abandoned_does_not_disturb_the_next_transfer():
     assert wait_idle(staging).startswith("could not join the transfer group: no rendezvous at")
 
 
+ONE = Delivery(
+    manifest=[TensorSpec(name="w", dtype="uint8", shape=[4])], chunk_bytes=64, timeout_s=1.0
+)
+TWO = Delivery(
+    manifest=[TensorSpec(name="w", dtype="uint8", shape=[32])], chunk_bytes=64, timeout_s=1.0
+)
+
+
+def test_what_the_learner_writes_into_exposed_memory_is_what_there_is_to_use():
+    torch = pytest.importorskip("torch")
+    staging = StagingArea(torch.device("cpu"))
+    for take in (staging.memory, lambda: staging.arrived("0f", 0.1)):
+        with pytest.raises(TransferError, match="no memory was exposed"):
+            take()
+    made: list[int] = []
+    staging.start_expose(ONE, then=lambda layout, flat: lambda: made.append(flat.data_ptr()))
+    assert wait_idle(staging) == "idle"
+    target = open_memory(staging.memory(), torch.device("cpu"))
+    assert made == [target.data_ptr()]
+    with pytest.raises(TransferError, match="nothing was received"):
+        staging.views()
+    target[:4] = 5
+    staging.arrived("0f", 0.25)
+    staging.check("0f")
+    assert staging.views()["w"].tolist() == [5, 5, 5, 5]
+    assert staging.wire_s == 0.25
+    with pytest.raises(ChecksumMismatch, match="checksum 0f was received, 1e was sent"):
+        staging.check("1e")
+
+
+def test_memory_once_exposed_serves_again_and_nothing_else_even_when_it_is_outgrown():
+    torch = pytest.importorskip("torch")
+    staging = StagingArea(torch.device("cpu"))
+    staging.start_expose(ONE)
+    assert wait_idle(staging) == "idle"
+    first = staging.memory()
+    staging.abandon()
+    staging.start_expose(ONE)
+    assert wait_idle(staging) == "idle"
+    assert staging.memory().token == first.token
+    staging.start_expose(TWO)
+    assert wait_idle(staging) == "idle"
+    assert staging.memory().token != first.token
+    # A learner that was given up may still write there.
+    assert open_memory(first, torch.device("cpu")).numel() == 16
+
+
 # --- Redis --------------------------------------------------------------------------------------
+
+
+class Unreachable(PolicyBoard):
+    """Redis is gone when the engine wants to leave."""
+
+    async def withdraw(self, engine_id: str) -> None:
+        raise StoreUnavailable("no answer from Redis at here")
+
+
+async def test_engine_whose_redis_is_gone_leaves_with_a_warning(url, caplog):
+    board = Unreachable(url, f"test-{uuid.uuid4().hex}")
+    async with running(board, FakePolicy()):
+        pass
+    await board.close()
+    assert "a stays on the board until it expires: no answer from Redis at here" in caplog.text
 
 
 async def test_cancellation_that_comes_together_with_a_reply_is_not_lost(board):

@@ -13,16 +13,19 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 from leeway.learner.weights import publisher as module
+from leeway.learner.weights import routes
 from leeway.learner.weights import sender as sending_thread
 from leeway.learner.weights.outcome import error_summary
 from leeway.learner.weights.publisher import Publisher
 from leeway.learner.weights.sender import Sender
-from leeway.replay.board import Announcement, EngineRecord, EngineReport, PolicyBoard
-from leeway.replay.errors import TransferError
+from leeway.replay.board import LEARNER, Announcement, EngineRecord, EngineReport, PolicyBoard
+from leeway.replay.errors import TransferError, WaitTimeout
+from leeway.replay.exposed_memory import ExposedMemory, machine
 from leeway.replay.flat_weights import pack
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
@@ -171,26 +174,49 @@ async def test_announcement_lists_ranks_manifest_and_checksum(board, publisher):
     assert announcement.checksum == WEIGHTS.checksum
 
 
+NEAR, FAR = {"stages": True, "machine": machine()}, {"stages": True, "machine": "elsewhere"}
+IN_PLACE = {"stages": False, "machine": machine()}
+
+
 @pytest.mark.parametrize(
-    ("own", "engines", "transport"),
+    ("choice", "own", "gpus", "where", "transport"),
     [
-        ("g0", [["g1"], ["g2", "g3"]], "nccl"),
         # NCCL refuses two ranks on one GPU, and has nothing for a CPU.
-        ("g0", [["g0"]], "gloo"),
-        ("g0", [["g1"], ["g1"]], "gloo"),
-        ("g0", [["g1"], []], "gloo"),
-        (None, [[]], "gloo"),
+        ("auto", "g0", [["g1"], ["g2", "g3"]], FAR, "nccl"),
+        ("auto", "g0", [["g0"]], FAR, "gloo"),
+        ("auto", "g0", [["g1"], ["g1"]], FAR, "gloo"),
+        ("auto", "g0", [["g1"], []], FAR, "gloo"),
+        ("auto", None, [[]], FAR, "gloo"),
+        # On one machine memory is written to, that of the learner's own GPU as well.
+        ("auto", "g0", [["g1"], ["g2", "g3"]], NEAR, "direct"),
+        ("auto", "g0", [["g0"]], NEAR, "direct"),
+        ("direct", "g0", [["g1"]], NEAR, "direct"),
+        ("collective", "g0", [["g1"]], NEAR, "nccl"),
+        # Not from a GPU to a CPU, nor where there is no room for it.
+        ("direct", "g0", [["g1"], []], NEAR, "gloo"),
+        ("auto", "g0", [["g1"]], IN_PLACE, "nccl"),
+        # On CPUs it is done where it is asked for.
+        ("auto", None, [[]], NEAR, "gloo"),
+        ("direct", None, [[]], NEAR, "direct"),
+        ("direct", None, [[]], FAR, "gloo"),
     ],
 )
-async def test_weights_travel_by_nccl_between_gpus_that_are_all_different(
-    board, wire, monkeypatch, own, engines, transport
+def test_weights_travel_by_what_reaches_all_engines(
+    monkeypatch, choice, own, gpus, where, transport
 ):
     monkeypatch.setattr(module.transfer, "gpu_uuid", lambda _: own)
     records = [
-        EngineRecord(f"e{i}", max(1, len(gpus)), "bfloat16", gpus, 0, "here")
-        for i, gpus in enumerate(engines)
+        EngineRecord(f"e{i}", max(1, len(of_one)), "bfloat16", of_one, 0, "here", **where)
+        for i, of_one in enumerate(gpus)
     ]
-    assert module._transport(torch.device("cpu"), records) == transport
+    assert routes.transport_of(torch.device("cpu"), records, choice) == transport
+
+
+def test_one_engine_out_of_reach_is_enough_for_a_broadcast_to_all():
+    near = EngineRecord("a", 1, "float32", [], 0, "here", **NEAR)
+    far = EngineRecord("b", 1, "float32", [], 0, "there", **FAR)
+    assert routes.transport_of(torch.device("cpu"), [near], "direct") == "direct"
+    assert routes.transport_of(torch.device("cpu"), [near, far], "direct") == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -200,16 +226,122 @@ async def test_weights_travel_by_nccl_between_gpus_that_are_all_different(
         # One that takes weights as they come has room for a piece only, and all get the same ones.
         ("nccl", [True, False], 2),
         ("gloo", [True, True], 2),
+        ("direct", [True, True], 1),
     ],
 )
-def test_weights_travel_in_one_piece_by_nccl_where_all_have_room(
-    monkeypatch, transport, stages, num_pieces
-):
-    monkeypatch.setattr(module, "CHUNK_BYTES", {"nccl": 16, "gloo": 16})
+def test_weights_travel_in_one_piece_where_that_is_best(monkeypatch, transport, stages, num_pieces):
+    monkeypatch.setattr(routes, "CHUNK_BYTES", {"nccl": 16, "gloo": 16})
     weights = pack({"v": torch.ones(4), "w": torch.ones(4)})
     engines = [EngineRecord("e", 1, "float32", [], 0, "here", room) for room in stages]
-    size = module._chunk_bytes(transport, engines, weights)
+    size = routes.chunk_bytes(transport, engines, weights)
     assert len(weights.layout.chunks(size)) == num_pieces
+
+
+class Neighbour(Engine):
+    """An engine whose memory the learner is shown."""
+
+    def __init__(self, board: PolicyBoard, engine_id: str, *says: str) -> None:
+        super().__init__(board, engine_id, *says)
+        self.memory = ExposedMemory(WEIGHTS.layout.num_bytes, torch.device("cpu"))
+        self.handles = [self.memory.handle()]
+
+    async def beat(self, ttl_s: float = 60.0) -> None:
+        await self.board.heartbeat(
+            EngineRecord(self.engine_id, 1, "float32", [], 0, "here", **NEAR), ttl_s
+        )
+
+    async def say(self, announcement: Announcement, stage: str) -> None:
+        memory = self.handles if stage == "joined" and announcement.new_group else []
+        await self.board.report(
+            EngineReport(
+                publish_id=announcement.publish_id,
+                engine_id=self.engine_id,
+                stage=stage,  # type: ignore[arg-type]
+                version=announcement.version,
+                checksum=announcement.checksum,
+                memory=memory,
+            )
+        )
+
+
+@pytest.fixture
+def direct(board: PolicyBoard, wire: Wire) -> Publisher:
+    return Publisher(board, torch.device("cpu"), TIMEOUT_S, "direct")
+
+
+async def sent(board: PolicyBoard, publish_id: int) -> EngineReport:
+    return (await board.reports(publish_id, [LEARNER], "sent", 0.2))[LEARNER]
+
+
+async def test_version_is_written_into_the_memory_that_engines_show_and_then_said_to_be_there(
+    board, wire, direct
+):
+    a, b = Neighbour(board, "a"), Neighbour(board, "b")
+    async with living(a, b):
+        assert await direct.publish(V1, WEIGHTS) == 2
+        published = await direct.confirm()
+        assert (published.transport, published.evicted) == ("direct", {})
+        for engine in (a, b):
+            assert torch.equal(engine.memory.flat, WEIGHTS.flat)
+        report = await sent(board, 1)
+        assert (report.version, report.wire_s > 0) == (1, True)
+        # The memory is shown once; the next version goes to the same place.
+        doubled = pack({"w": torch.tensor([2.0, 4.0])})
+        assert await direct.publish(V2, doubled) == 2
+        await direct.confirm()
+    assert [announcement.new_group for announcement in a.seen] == [True, False]
+    assert torch.equal(a.memory.flat, doubled.flat)
+    assert (wire.num_groups, wire.num_sent) == (0, 0)
+
+
+async def test_other_tensors_than_before_are_shown_new_memory(board, direct):
+    a = Neighbour(board, "a")
+    async with living(a):
+        await direct.publish(V1, WEIGHTS)
+        await direct.confirm()
+        larger = pack({"w": torch.ones(64)})
+        a.memory = ExposedMemory(larger.layout.num_bytes, torch.device("cpu"))
+        a.handles = [a.memory.handle()]
+        assert await direct.publish(V2, larger) == 1
+        await direct.confirm()
+    assert [announcement.group_number for announcement in a.seen] == [1, 2]
+    assert torch.equal(a.memory.flat, larger.flat)
+
+
+async def test_memory_out_of_reach_makes_it_a_broadcast_from_then_on(board, wire, direct, caplog):
+    a = Neighbour(board, "a")
+    gone = msgspec.structs.replace(a.handles[0], token="of nobody", pid=2**22 + 1)
+    a.handles = [gone]
+    async with living(a):
+        for version in (V1, V2):
+            assert await direct.publish(version, WEIGHTS) == 1
+            assert (await direct.confirm()).transport == "gloo"
+    assert [announcement.transport for announcement in a.seen] == ["direct", "gloo", "gloo"]
+    assert (wire.num_groups, wire.num_sent) == (1, 2)
+    assert "weights are broadcast from now on: the memory of process" in caplog.text
+
+
+async def test_engine_that_shows_no_memory_is_sent_to_by_broadcast(board, wire, direct, caplog):
+    a = Neighbour(board, "a")
+    a.handles = []
+    async with living(a):
+        assert await direct.publish(V1, WEIGHTS) == 1
+        await direct.confirm()
+    assert wire.num_sent == 1
+    assert "0 memories of a were shown" in caplog.text
+
+
+async def test_nothing_is_said_to_be_there_that_does_not_read_back_as_it_was_sent(
+    board, direct, monkeypatch
+):
+    a = Neighbour(board, "a", "ready joined")
+    monkeypatch.setattr(routes, "checksum", lambda *_: "f" * 16)
+    async with living(a):
+        with pytest.raises(TransferError, match=r"to a: checksum f{16} is in the memory of rank 1"):
+            await direct.publish(V1, WEIGHTS)
+        for publish_id in (1, 2):
+            with pytest.raises(WaitTimeout):
+                await sent(board, publish_id)
 
 
 @pytest.mark.parametrize(
