@@ -24,7 +24,7 @@ from leeway.replay.board import (
     TensorSpec,
 )
 from leeway.replay.errors import ChecksumMismatch, StoreUnavailable, TransferError
-from leeway.replay.exposed_memory import MemoryHandle, machine
+from leeway.replay.memory_handle import MemoryHandle, machine
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)

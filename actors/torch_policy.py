@@ -43,7 +43,7 @@ from leeway.actors.weight_receiver import (
 )
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import TransferError
-from leeway.replay.exposed_memory import MemoryHandle
+from leeway.replay.memory_handle import MemoryHandle
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.transfer import gpu_uuid
 

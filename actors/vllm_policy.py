@@ -57,7 +57,7 @@ from leeway.actors.vllm_versions import TokenVersions, token_versions
 from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ChecksumMismatch, TransferError
-from leeway.replay.exposed_memory import MemoryHandle
+from leeway.replay.memory_handle import MemoryHandle
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)

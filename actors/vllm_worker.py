@@ -25,8 +25,8 @@ from leeway.actors.side_channel import SideChannel
 from leeway.actors.weight_receiver import Delivery, Rendezvous, StagingArea
 from leeway.replay import free_pages
 from leeway.replay.errors import TransferError
-from leeway.replay.exposed_memory import MemoryHandle
 from leeway.replay.flat_weights import Layout
+from leeway.replay.memory_handle import MemoryHandle
 
 log = logging.getLogger(__name__)
 

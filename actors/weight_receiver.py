@@ -22,8 +22,9 @@ import torch.distributed as dist
 from leeway.replay import transfer
 from leeway.replay.board import TensorSpec, Transport
 from leeway.replay.errors import ChecksumMismatch, TransferError
-from leeway.replay.exposed_memory import ExposedMemory, MemoryHandle
+from leeway.replay.exposed_memory import ExposedMemory
 from leeway.replay.flat_weights import Checksum, Layout, checksum
+from leeway.replay.memory_handle import MemoryHandle
 from leeway.replay.schema import PolicyVersion
 
 

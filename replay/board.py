@@ -18,8 +18,8 @@ import msgspec
 
 from leeway.replay.connection import BLOCK_MS, Link, ScriptSet, stream_entries
 from leeway.replay.errors import WaitTimeout
-from leeway.replay.exposed_memory import MemoryHandle
 from leeway.replay.keys import board_keys
+from leeway.replay.memory_handle import MemoryHandle
 from leeway.replay.run_board import Event, RunBoard
 from leeway.replay.schema import PolicyVersion
 
@@ -85,7 +85,7 @@ class EngineRecord(msgspec.Struct, frozen=True):
     stages: bool = False
     """It has room for a whole version beside the one in use."""
     machine: str = ""
-    """See exposed_memory.machine; empty if its memory is not to be written by others."""
+    """See memory_handle.machine; empty if its memory is not to be written by others."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,36 +17,13 @@ import mmap
 import os
 import secrets
 import weakref
-from functools import cache
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
 
 from leeway.replay.errors import TransferError
-
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACES: Final = ("pid", "ipc")
-"""Processes that do not share these cannot reach each other's memory."""
-
-
-class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """What another process of this machine needs to open exposed memory."""
-
-    pid: int
-    token: str
-    """Tells this memory from all others."""
-    num_bytes: int
-    fd: int = -1
-    """Of the file in memory, in the process that exposes it; -1 on a GPU."""
-    cuda: bytes = b""
-    """What cudaIpcGetMemHandle gave, for the allocation."""
-    offset: int = 0
-    """Where in the allocation the memory begins."""
-    counter: bytes = b""
-    counter_offset: int = 0
-    """Where torch counts who holds it."""
+from leeway.replay.memory_handle import MemoryHandle
 
 
 class ExposedMemory:
@@ -56,30 +33,31 @@ class ExposedMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Zeros. Raises TransferError where the device has no such memory."""
+        """Zeros."""
         self._token = secrets.token_hex(16)
         self._num_bytes = num_bytes
-        self._fd = -1
-        if device.type == "cuda":
-            self.flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            torch.cuda.current_stream(device).synchronize()
-        else:
-            self._fd, self.flat = _file_in_memory(self._token, num_bytes)
+        self._fd, flat = _zeros(self._token, num_bytes, device)
+        self.flat = flat
         """uint8 [num_bytes]."""
         _OWN[self._token] = self.flat
 
     def handle(self) -> MemoryHandle:
-        """For one process to open. Ask anew for each: torch counts them."""
-        known = {"pid": os.getpid(), "token": self._token, "num_bytes": self._num_bytes}
+        """For one process to open; ask anew for each, since torch counts them.
+
+        Raises TransferError where the device has no such memory.
+        """
+        bare = MemoryHandle(
+            pid=os.getpid(), token=self._token, num_bytes=self._num_bytes, fd=self._fd
+        )
         if self._fd >= 0:
-            return MemoryHandle(**known, fd=self._fd)
+            return bare
+        storage: Any = self.flat.untyped_storage()
         try:
-            shared: Any = self.flat.untyped_storage()._share_cuda_()
+            _, cuda, _, offset, counter, counter_offset, _, _ = storage._share_cuda_()
         except RuntimeError as error:
             raise TransferError(f"this GPU's memory cannot be exposed: {error}") from error
-        _, cuda, _, offset, counter, counter_offset, _, _ = shared
-        return MemoryHandle(
-            **known, cuda=cuda, offset=offset, counter=counter, counter_offset=counter_offset
+        return msgspec.structs.replace(
+            bare, cuda=cuda, offset=offset, counter=counter, counter_offset=counter_offset
         )
 
 
@@ -105,14 +83,12 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
         ) from error
 
 
-@cache
-def machine() -> str:
-    """What processes have in common that can open each other's memory."""
-    spaces = (os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES)
-    return " ".join((_BOOT.read_text(encoding="ascii").strip(), *spaces))
-
-
-def _file_in_memory(token: str, num_bytes: int) -> tuple[int, torch.Tensor]:
+def _zeros(token: str, num_bytes: int, device: torch.device) -> tuple[int, torch.Tensor]:
+    """And the descriptor of the file that it is, -1 on a GPU."""
+    if device.type == "cuda":
+        flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        return -1, flat
     fd = os.memfd_create(_name(token))
     os.ftruncate(fd, max(1, num_bytes))
     flat = _mapped(fd, num_bytes)
@@ -127,6 +103,9 @@ def _opened_file(handle: MemoryHandle) -> torch.Tensor:
         raise OSError(f"{path} is something else")
     fd = os.open(path, os.O_RDWR)
     try:
+        # To write behind the end of a file that is mapped would end this process.
+        if os.fstat(fd).st_size < handle.num_bytes:
+            raise OSError(f"{path} is smaller than {handle.num_bytes} bytes")
         return _mapped(fd, handle.num_bytes)
     finally:
         os.close(fd)
@@ -142,10 +121,10 @@ def _name(token: str) -> str:
 
 def _opened_cuda(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
     storage: Any = torch.UntypedStorage
-    torch.cuda.init()  # without it torch ends the process here
-    # The device that the memory lies on need not be visible here: what is opened is an address.
+    # The empty tensor initialises CUDA, without which torch ends the process here. The device that
+    # the memory lies on need not be visible: what is opened is an address.
     opened = storage._new_shared_cuda(
-        torch.cuda.current_device() if device.index is None else device.index,
+        torch.empty(0, device=device).device.index,
         handle.cuda,
         handle.num_bytes,
         handle.offset,

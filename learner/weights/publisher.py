@@ -58,8 +58,8 @@ from leeway.replay.board import (
     Transport,
 )
 from leeway.replay.errors import TransferError, WaitTimeout
-from leeway.replay.exposed_memory import MemoryHandle
-from leeway.replay.flat_weights import FlatWeights
+from leeway.replay.flat_weights import FlatWeights, Layout
+from leeway.replay.memory_handle import MemoryHandle
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,8 @@ class Publisher:
         try:
             if len(handles) != announcement.world_size - 1:
                 raise TransferError(f"{len(handles)} memories of {_names(announcement)} were shown")
-            return Direct(handles, self._device)
+            num_bytes = Layout(announcement.manifest).num_bytes
+            return Direct(handles, num_bytes, self._device)
         except TransferError as error:
             log.warning("weights are broadcast from now on: %s", error)
             self.choice = "collective"

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from leeway.replay import transfer
 from leeway.replay.board import Announcement, EngineRecord, Transport
-from leeway.replay.errors import ChecksumMismatch
-from leeway.replay.exposed_memory import MemoryHandle, machine, open_memory
+from leeway.replay.errors import ChecksumMismatch, TransferError
+from leeway.replay.exposed_memory import open_memory
 from leeway.replay.flat_weights import CHUNK_BYTES, FlatWeights, checksum
+from leeway.replay.memory_handle import MemoryHandle, machine
 
 
 class Route(Protocol):
@@ -57,8 +58,16 @@ class Direct:
     The learner reads back what it wrote, so that the check costs an engine nothing either.
     """
 
-    def __init__(self, handles: Sequence[MemoryHandle], device: torch.device) -> None:
-        """Raises TransferError where the memory of an engine cannot be opened."""
+    def __init__(
+        self, handles: Sequence[MemoryHandle], num_bytes: int, device: torch.device
+    ) -> None:
+        """Raises TransferError where the memory of an engine cannot be opened, or is not for
+        `num_bytes`."""
+        for handle in handles:
+            if handle.num_bytes != num_bytes:
+                raise TransferError(
+                    f"process {handle.pid} shows {handle.num_bytes} bytes, not {num_bytes}"
+                )
         self._device = device
         self._targets = [open_memory(handle, device) for handle in handles]
 
@@ -76,7 +85,10 @@ class Direct:
                         f"{announcement.checksum} was announced"
                     )
 
-        return transfer.copy(flat, self._targets, timeout_s, usual_s, compare)
+        try:
+            return transfer.copy(flat, self._targets, timeout_s, usual_s, compare)
+        except RuntimeError as error:
+            raise TransferError(f"copying weights failed: {error}") from error
 
     def drop(self) -> None:
         """See Route."""

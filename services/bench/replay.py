@@ -9,8 +9,9 @@
     with codec      the same baseline; ours encodes, checks and decodes
     stream          one XADD for each trajectory, a pickled dict of Python lists, and XREADs of one
                     entry each, by a synchronous client: from lists to lists, nothing deleted. Ours
-                    goes from numpy arrays to numpy arrays with the codec and is one producer with
-                    64 groups in flight and one consumer. Once more with a pickle for each group.
+                    goes from numpy arrays to numpy arrays with the codec and is four producers
+                    with 16 groups in flight each and one consumer; theirs is a process each, too,
+                    which has no use for tasks. Once more with a pickle for each group.
 
 All producers are tasks of one process and all consumers of another. A turn lasts from the start of
 both to the end of the last consumer; sides take turns, and a figure is the median over them.
@@ -71,6 +72,8 @@ STREAM: Final = "stream, a trajectory an entry"
 STREAM_STEPS: Final = 12
 """Steps of a turn beside a stream, at least: in the first one nobody reads, as the step must be
 there before it is drawn."""
+STREAM_PRODUCERS: Final = 4
+"""Of ours beside a stream, in one process: with a single one, nobody encodes while it waits."""
 WHOLE: Final = "stream, a group an entry"
 TINY_BYTES: Final = 1 * KIB
 
@@ -246,7 +249,9 @@ class _Bench:
         """By trajectory and by group, in the same turns as ours."""
         for stored_bytes in self._plan.stream_sizes:
             least = STREAM_STEPS * GROUPS_PER_STEP * stored_bytes
-            load, size = self._load(stored_bytes, 1, 1, max(self._plan.stream_bytes, least))
+            load, size = self._load(
+                stored_bytes, STREAM_PRODUCERS, 1, max(self._plan.stream_bytes, least)
+            )
             ours, stream, whole = self._seconds(
                 load,
                 _ours(load, is_bare=False),

@@ -74,6 +74,7 @@ PLACES = {
         "actors/vllm_worker.py",
         "actors/weight_receiver.py",
         "learner/*",
+        "replay/exposed_memory.py",
         "replay/flat_weights.py",
         "replay/transfer.py",
         "services/bench/*",

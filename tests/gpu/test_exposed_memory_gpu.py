@@ -18,7 +18,8 @@ pytestmark = [
 ]
 
 from leeway.replay.errors import TransferError  # noqa: E402
-from leeway.replay.exposed_memory import ExposedMemory, MemoryHandle, open_memory  # noqa: E402
+from leeway.replay.exposed_memory import ExposedMemory, open_memory  # noqa: E402
+from leeway.replay.memory_handle import MemoryHandle  # noqa: E402
 
 NUM_BYTES = 256 * 2**20
 DEVICE = torch.device("cuda", 0)

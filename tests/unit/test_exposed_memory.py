@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from leeway.replay.errors import TransferError
-from leeway.replay.exposed_memory import ExposedMemory, MemoryHandle, machine, open_memory
+from leeway.replay.exposed_memory import ExposedMemory, open_memory
+from leeway.replay.memory_handle import MemoryHandle, machine
 
 CPU = torch.device("cpu")
 ENGINE = """
 import sys, msgspec, torch
-from leeway.replay.exposed_memory import ExposedMemory, machine
+from leeway.replay.exposed_memory import ExposedMemory
+from leeway.replay.memory_handle import machine
 
 memory = ExposedMemory(int(sys.argv[1]), torch.device("cpu"))
 print(msgspec.json.encode((memory.handle(), machine())).decode(), flush=True)
@@ -98,6 +100,13 @@ def test_what_has_the_number_of_a_process_that_is_gone_is_not_taken_for_it(tmp_p
         handle = MemoryHandle(pid=os.getpid(), token="t", num_bytes=16, fd=file.fileno())
         with pytest.raises(TransferError, match=r"/fd/\d+ is something else"):
             open_memory(handle, CPU)
+
+
+def test_memory_that_is_smaller_than_it_is_said_to_be_is_not_written_to():
+    with other(4) as (_, handle):
+        larger = msgspec.structs.replace(handle, num_bytes=2**20)
+        with pytest.raises(TransferError, match="is smaller than 1048576 bytes"):
+            open_memory(larger, CPU)
 
 
 def test_memory_that_was_given_back_leaves_no_descriptor_open():

@@ -32,7 +32,8 @@ from leeway.replay.board import (
     Transport,
 )
 from leeway.replay.errors import ChecksumMismatch, StoreUnavailable, TransferError
-from leeway.replay.exposed_memory import MemoryHandle, machine, open_memory
+from leeway.replay.exposed_memory import open_memory
+from leeway.replay.memory_handle import MemoryHandle, machine
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 

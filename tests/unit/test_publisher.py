@@ -25,8 +25,9 @@ from leeway.learner.weights.publisher import Publisher
 from leeway.learner.weights.sender import Sender
 from leeway.replay.board import LEARNER, Announcement, EngineRecord, EngineReport, PolicyBoard
 from leeway.replay.errors import TransferError, WaitTimeout
-from leeway.replay.exposed_memory import ExposedMemory, machine
+from leeway.replay.exposed_memory import ExposedMemory
 from leeway.replay.flat_weights import pack
+from leeway.replay.memory_handle import machine
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 
@@ -252,6 +253,8 @@ class Neighbour(Engine):
 
     async def say(self, announcement: Announcement, stage: str) -> None:
         memory = self.handles if stage == "joined" and announcement.new_group else []
+        if stage == "committed" and announcement.transport == "direct":
+            await self.board.reports(announcement.publish_id, [LEARNER], "sent", TIMEOUT_S)
         await self.board.report(
             EngineReport(
                 publish_id=announcement.publish_id,
@@ -319,6 +322,16 @@ async def test_memory_out_of_reach_makes_it_a_broadcast_from_then_on(board, wire
     assert [announcement.transport for announcement in a.seen] == ["direct", "gloo", "gloo"]
     assert (wire.num_groups, wire.num_sent) == (1, 2)
     assert "weights are broadcast from now on: the memory of process" in caplog.text
+
+
+async def test_memory_of_another_size_is_not_written_to(board, wire, direct, caplog):
+    a = Neighbour(board, "a")
+    a.handles = [ExposedMemory(8, torch.device("cpu")).handle()]
+    async with living(a):
+        assert await direct.publish(V1, WEIGHTS) == 1
+        await direct.confirm()
+    assert wire.num_sent == 1
+    assert f"shows 8 bytes, not {WEIGHTS.layout.num_bytes}" in caplog.text
 
 
 async def test_engine_that_shows_no_memory_is_sent_to_by_broadcast(board, wire, direct, caplog):
