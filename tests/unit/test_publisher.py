@@ -312,7 +312,7 @@ async def test_other_tensors_than_before_are_shown_new_memory(board, direct):
 
 
 async def test_memory_out_of_reach_makes_it_a_broadcast_from_then_on(board, wire, direct, caplog):
-    a = Neighbour(board, "a")
+    a = Neighbour(board, "a", "ready joined", "ready joined committed")
     gone = msgspec.structs.replace(a.handles[0], token="of nobody", pid=2**22 + 1)
     a.handles = [gone]
     async with living(a):
@@ -325,7 +325,7 @@ async def test_memory_out_of_reach_makes_it_a_broadcast_from_then_on(board, wire
 
 
 async def test_memory_of_another_size_is_not_written_to(board, wire, direct, caplog):
-    a = Neighbour(board, "a")
+    a = Neighbour(board, "a", "ready joined", "ready joined committed")
     a.handles = [ExposedMemory(8, torch.device("cpu")).handle()]
     async with living(a):
         assert await direct.publish(V1, WEIGHTS) == 1
@@ -335,7 +335,7 @@ async def test_memory_of_another_size_is_not_written_to(board, wire, direct, cap
 
 
 async def test_engine_that_shows_no_memory_is_sent_to_by_broadcast(board, wire, direct, caplog):
-    a = Neighbour(board, "a")
+    a = Neighbour(board, "a", "ready joined", "ready joined committed")
     a.handles = []
     async with living(a):
         assert await direct.publish(V1, WEIGHTS) == 1
