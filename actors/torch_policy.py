@@ -247,6 +247,7 @@ class TorchPolicy:
         began = time.monotonic()
         self.load(self._staging.views(), version)
         pause_s = time.monotonic() - began
+        self._staging.recheck()
         return Committed(
             version=version,
             checksum=checksum,

@@ -236,16 +236,19 @@ class EngineWeights:
         _rebind_tied_head(self._model, self._device)
 
     def verify(self) -> bool:
-        """Begin to compare, on a thread, part of what was copied with what was received.
+        """Begin to compare, on a thread, part of what was copied with what was received, and what
+        lies in exposed memory with what was sent.
 
-        False where a reload has checked it already.
+        False where there is neither: a reload has checked itself already.
         """
         plan, turn = self._plan, self._turn
-        if not self._is_proved or plan is None or self._in_place:
+        is_copied = self._is_proved and plan is not None and not self._in_place
+        if not is_copied and not self.staging.was_written:
             return False
 
         def compare() -> None:
-            if plan.differs(turn, VERIFY_TURNS):
+            self.staging.recheck()
+            if is_copied and plan is not None and plan.differs(turn, VERIFY_TURNS):
                 raise TransferError("the engine does not hold the weights that were sent")
             free_pages.give_back()  # outside of any pause
 

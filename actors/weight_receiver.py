@@ -139,6 +139,8 @@ class StagingArea:
         into one, so none serves anything else."""
         self._received: str | None = None
         """Checksum of the version that is here."""
+        self.was_written = False
+        """The learner has written it into exposed memory, where it may write again."""
         self._stream: torch.cuda.Stream | None = None
         self._job: _Job | None = None
         self._error: str | None = None
@@ -203,6 +205,7 @@ class StagingArea:
 
         def keep(received: _Received) -> None:
             self.wire_s, self._received = received.wire_s, received.checksum
+            self.was_written = False
             self._flat, self._host = received.flat, received.host
             received.finish()
 
@@ -249,7 +252,21 @@ class StagingArea:
         there what it wrote."""
         if not self._exposed or self._flat is not self._exposed[-1].flat:
             raise TransferError("no memory was exposed")
-        self._received, self.wire_s = checksum, wire_s
+        self._received, self.wire_s, self.was_written = checksum, wire_s, True
+
+    def recheck(self) -> None:
+        """Raise TransferError unless exposed memory still holds the version that arrived there.
+
+        A learner that was stopped may go on when another one has taken its place. Whatever it
+        writes before the version is in use is seen behind that.
+        """
+        if not self.was_written or self._layout is None or self._flat is None:
+            return
+        if (found := checksum(self._layout, self._flat)) != self._received:
+            raise TransferError(
+                f"memory that held the version {self._received} was written to until it was in "
+                f"use, and holds {found}; is another learner at work?"
+            )
 
     def has_buffer_for(self, delivery: Delivery) -> bool:
         """Whether what is to come fits where the version before lies."""

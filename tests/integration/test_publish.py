@@ -23,6 +23,7 @@ from leeway.actors.weight_receiver import Rendezvous
 from leeway.learner.weights.publisher import Publisher
 from leeway.replay.board import EngineRecord, EngineReport, PolicyBoard
 from leeway.replay.errors import TransferError
+from leeway.replay.exposed_memory import open_memory
 from leeway.replay.flat_weights import pack
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
@@ -297,6 +298,28 @@ async def test_engine_that_does_not_see_what_was_written_is_left_behind_and_come
     assert await publisher.publish(V2, pack(weights(2))) == 2
     assert (await publisher.confirm()).evicted == {}
     assert (holds(a, 2), holds(b, 2)) == (True, True)
+
+
+class OverwrittenPolicy(TorchPolicy):
+    """A learner that was given up goes on, and writes into memory that another's version is in."""
+
+    async def arrived(self, checksum, wire_s):
+        await super().arrived(checksum, wire_s)
+        open_memory(self._staging.memory(), CPU)[:4] = 1
+
+
+@pytest.mark.parametrize("publisher", ["direct"], indirect=True)
+async def test_engine_that_took_what_nobody_published_leaves_the_board_for_good(
+    engines, board, publisher
+):
+    a, _ = await engines.start("a"), await engines.start("b", OverwrittenPolicy)
+    await publisher.publish(V1, pack(weights(1)))
+    published = await publisher.confirm()
+    assert list(published.evicted) == ["b"]
+    assert "is another learner at work?" in published.evicted["b"]
+    await asyncio.sleep(3 * HEARTBEAT_S)
+    assert [engine.engine_id for engine in await board.engines()] == ["a"]
+    assert holds(a, 1)
 
 
 class SlowPolicy(TorchPolicy):

@@ -33,6 +33,7 @@ from leeway.replay.board import (
 )
 from leeway.replay.errors import ChecksumMismatch, StoreUnavailable, TransferError
 from leeway.replay.exposed_memory import open_memory
+from leeway.replay.flat_weights import pack
 from leeway.replay.memory_handle import MemoryHandle, machine
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
@@ -549,6 +550,22 @@ def test_what_the_learner_writes_into_exposed_memory_is_what_there_is_to_use():
     assert staging.wire_s == 0.25
     with pytest.raises(ChecksumMismatch, match="checksum 0f was received, 1e was sent"):
         staging.check("1e")
+
+
+def test_memory_that_somebody_else_writes_to_until_it_is_in_use_is_told_from_what_arrived():
+    torch = pytest.importorskip("torch")
+    staging = StagingArea(torch.device("cpu"))
+    staging.recheck()  # nothing was written, so nothing can be wrong
+    staging.start_expose(ONE)
+    assert wait_idle(staging) == "idle"
+    target = open_memory(staging.memory(), torch.device("cpu"))
+    target[:4] = 5
+    sent = pack({"w": torch.full((4,), 5, dtype=torch.uint8)})
+    staging.arrived(sent.checksum, 0.25)
+    staging.recheck()
+    target[2] = 6
+    with pytest.raises(TransferError, match=f"held the version {sent.checksum} was written to"):
+        staging.recheck()
 
 
 def test_memory_once_exposed_serves_again_and_nothing_else_even_when_it_is_outgrown():
