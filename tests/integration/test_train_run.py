@@ -40,7 +40,9 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(leeway, tiny: Callable[[], Path]) -> Seen:
     folder = tiny()
-    with leeway(folder, "train", "tiny.toml", "--json") as command:
+    # Other runs broadcast; this one writes into the engine's memory.
+    direct = ("--set", "learner.transport=direct")
+    with leeway(folder, "train", "tiny.toml", *direct, "--json") as command:
         found = Seen(command.run, None)
         address = command.state(found.run).api_address
 
@@ -86,6 +88,13 @@ def test_every_step_has_a_line_with_its_staleness_within_the_bound(seen: Seen):
     lines = [json.loads(line) for line in seen.run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(0 <= line["staleness_max"] <= 1 for line in lines)
+
+
+def test_the_learner_wrote_every_version_into_the_engines_memory(seen: Seen):
+    lines = [json.loads(line) for line in seen.run.publishes.read_text().splitlines()]
+    assert [line["version"] for line in lines] == [1, 2, 3]
+    assert {line["transport"] for line in lines} == {"direct"}
+    assert all(line["wire_s"] > 0 and not line["evicted"] for line in lines)
 
 
 def test_the_run_directory_holds_what_the_layout_names(seen: Seen):
