@@ -31,6 +31,8 @@ SOON = [
 ]
 """What the dead held comes back."""
 TWO_RANKS = ("--set", "learner.num_processes=2")
+DIRECT = ("--set", "learner.transport=direct")
+"""Where the learner writes into the engine's memory, whichever of the two is the new one."""
 NEVER_AGAIN = ("--set", "supervision.max_restarts=0")
 
 
@@ -92,9 +94,9 @@ def answers(run: RunDirectory) -> bool:
     ("victim", "name", "settings"),
     [
         (learner, "learner", ()),
-        (parent, "learner", ()),
+        (parent, "learner", DIRECT),
         (rank, "learner", TWO_RANKS),
-        (serve, "serve", ()),
+        (serve, "serve", DIRECT),
         (redis, "redis", ()),
         (api, "api", ()),
     ],
