@@ -53,7 +53,7 @@ from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
 from leeway.actors.vllm_metrics import stat_loggers
-from leeway.actors.vllm_versions import TokenVersions, token_versions
+from leeway.actors.vllm_versions import TokenVersions, skip_token_texts, token_versions
 from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ChecksumMismatch, TransferError
@@ -116,6 +116,7 @@ class VllmPolicy:
             AsyncEngineArgs(**engine_arguments(model, config, seed)),
             stat_loggers=stat_loggers(config),
         )
+        skip_token_texts(engine)
         versions = await token_versions(engine, version)
         addresses = await engine.collective_rpc("leeway_listen")
         return cls(engine, model, config, versions, version, addresses)
@@ -189,12 +190,11 @@ class VllmPolicy:
         if final is None or final.logprobs is None:
             raise EngineError(f"request {request_id}: the engine ended it without tokens")
         token_ids = list(final.token_ids)
+        if final.logprobs.token_ids != token_ids:
+            raise EngineError(f"request {request_id}: the engine's log-probs are of other tokens")
         return Completion(
             token_ids=token_ids,
-            logprobs=[
-                float(entry[token].logprob)
-                for token, entry in zip(token_ids, final.logprobs, strict=True)
-            ],
+            logprobs=list(final.logprobs.logprobs),
             versions=self._versions.of(request_id, final)[: len(token_ids)],
             finish="stop" if final.finish_reason == "stop" else "length",
         )
@@ -362,6 +362,8 @@ def sampling_params(
         temperature=temperature,
         max_tokens=max_tokens,
         logprobs=0,
+        # Lists of numbers, where a dict for each token would be walked by the garbage collector.
+        flat_logprobs=True,
         stop=list(stop),
         stop_token_ids=stop_ids,
         include_stop_str_in_output=True,

@@ -31,7 +31,7 @@ from leeway.services.bench.result import BenchResult
 
 WARM_STEPS: Final = 2
 RUN_TIMEOUT_S: Final = 900.0
-STALENESS: Final = {"synchronous": 0, "asynchronous": 4}
+STALENESS: Final = {"asynchronous": 4, "synchronous": 0}
 FACTORY: Final = "leeway.services.bench.pipeline_environment:build"
 
 
@@ -106,7 +106,7 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
 def _size(quick: bool, is_cuda: bool) -> Size:
     if is_cuda:
         learner = {"micro_batch_tokens": 16384, "precision": "bfloat16"}
-        return Size(6 if quick else 14, 16, 200, 600, 512, learner)
+        return Size(6 if quick else 12, 16, 200, 400, 512, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
     return Size(5 if quick else 14, 4, 24, 192, 32, learner)
 
