@@ -96,6 +96,22 @@ async def test_versions_counted_as_tokens_come_are_those_the_engine_reports(
     assert both.num_compared > 0, "no request was under way during a publish"
 
 
+async def test_log_probs_come_without_the_texts_of_their_tokens(
+    vllm_receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+):
+    policy = vllm_receiver.policy
+    ends: list[Any] = []
+    complete = policy._completion
+    monkeypatch.setattr(
+        policy, "_completion", lambda name, end: (ends.append(end), complete(name, end))[1]
+    )
+    completion = await vllm_receiver.complete(prompt(vllm_receiver), 16)
+    [end] = ends
+    assert end.logprobs.decoded_tokens == [None] * 16
+    assert end.logprobs.token_ids == completion.token_ids
+    assert end.text, "stop strings are looked for in the text of the whole"
+
+
 # --- what goes wrong, on an engine that only writes down what it is asked ------------------------
 
 
