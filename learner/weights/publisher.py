@@ -43,6 +43,7 @@ from leeway.learner.weights.routes import (
     Direct,
     Route,
     chunk_bytes,
+    reach,
     transport_of,
 )
 from leeway.learner.weights.sender import Sender
@@ -59,7 +60,6 @@ from leeway.replay.board import (
 )
 from leeway.replay.errors import TransferError, WaitTimeout
 from leeway.replay.flat_weights import FlatWeights, Layout
-from leeway.replay.memory_handle import MemoryHandle
 from leeway.replay.schema import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,8 @@ class Publisher:
         self._wire_dtype = torch.float32
         self._transport: Transport = "nccl" if device.type == "cuda" else "gloo"
         self.choice = choice
-        """`collective` once an engine's memory was out of reach."""
+        self._out_of_reach: set[str] = set()
+        """Engines whose memory could not be opened; while one lives, weights are broadcast."""
         self._route: Route | None = None
         self._store: dist.TCPStore | None = None
         self._members: tuple[Transport, dict[str, int], list[TensorSpec]] | None = None
@@ -214,7 +215,9 @@ class Publisher:
 
     def _announcement(self, engines: list[EngineRecord], weights: FlatWeights) -> Announcement:
         ranks = {engine.engine_id: engine.num_ranks for engine in engines}
-        self._transport = transport_of(self._device, engines, self.choice)
+        is_broadcast = not self._out_of_reach.isdisjoint(ranks)
+        choice = "collective" if is_broadcast else self.choice
+        self._transport = transport_of(self._device, engines, choice)
         manifest = list(weights.layout.manifest)
         # Memory is exposed for one manifest; a process group carries any.
         members = (self._transport, ranks, manifest if self._transport == "direct" else [])
@@ -248,17 +251,26 @@ class Publisher:
         )
 
     def _open(self, announcement: Announcement, joined: Iterable[EngineReport]) -> Route:
-        """Raises TransferError where an engine's memory is out of reach; no other is tried."""
-        handles: list[MemoryHandle] = [memory for report in joined for memory in report.memory]
-        try:
-            if len(handles) != announcement.world_size - 1:
-                raise TransferError(f"{len(handles)} memories of {_names(announcement)} were shown")
-            num_bytes = Layout(announcement.manifest).num_bytes
-            return Direct(handles, num_bytes, self._device)
-        except TransferError as error:
-            log.warning("weights are broadcast from now on: %s", error)
-            self.choice = "collective"
-            raise
+        """Raises TransferError where the memory of an engine is out of reach; of all such engines
+        that is noted, and the rest may be written to when they are gone."""
+        assert self._members is not None
+        ranks = self._members[1]
+        num_bytes = Layout(announcement.manifest).num_bytes
+        targets: list[torch.Tensor] = []
+        failed: dict[str, str] = {}
+        for report in joined:
+            try:
+                if len(report.memory) != ranks[report.engine_id]:
+                    raise TransferError(f"{len(report.memory)} of its memories were shown")
+                targets += reach(report.memory, num_bytes, self._device)
+            except TransferError as error:
+                failed[report.engine_id] = str(error)
+        if failed:
+            self._out_of_reach |= failed.keys()
+            problem = error_summary(failed)
+            log.warning("weights are broadcast while this engine lives: %s", problem)
+            raise TransferError(problem)
+        return Direct(targets, self._device)
 
     async def _say_sent(self, announcement: Announcement) -> None:
         await self._board.report(

@@ -58,18 +58,10 @@ class Direct:
     The learner reads back what it wrote, so that the check costs an engine nothing either.
     """
 
-    def __init__(
-        self, handles: Sequence[MemoryHandle], num_bytes: int, device: torch.device
-    ) -> None:
-        """Raises TransferError where the memory of an engine cannot be opened, or is not for
-        `num_bytes`."""
-        for handle in handles:
-            if handle.num_bytes != num_bytes:
-                raise TransferError(
-                    f"process {handle.pid} shows {handle.num_bytes} bytes, not {num_bytes}"
-                )
+    def __init__(self, targets: Sequence[torch.Tensor], device: torch.device) -> None:
+        """`targets` are what `reach` opened, of all engines."""
         self._device = device
-        self._targets = [open_memory(handle, device) for handle in handles]
+        self._targets = list(targets)
 
     def send(
         self, weights: FlatWeights, announcement: Announcement, timeout_s: float, usual_s: float
@@ -93,6 +85,19 @@ class Direct:
     def drop(self) -> None:
         """See Route."""
         self._targets = []
+
+
+def reach(
+    handles: Sequence[MemoryHandle], num_bytes: int, device: torch.device
+) -> list[torch.Tensor]:
+    """The memory of an engine's ranks. Raises TransferError where one cannot be opened, or is not
+    for `num_bytes`."""
+    for handle in handles:
+        if handle.num_bytes != num_bytes:
+            raise TransferError(
+                f"process {handle.pid} shows {handle.num_bytes} bytes, not {num_bytes}"
+            )
+    return [open_memory(handle, device) for handle in handles]
 
 
 def transport_of(device: torch.device, engines: Sequence[EngineRecord], choice: str) -> Transport:

@@ -311,7 +311,9 @@ async def test_other_tensors_than_before_are_shown_new_memory(board, direct):
     assert torch.equal(a.memory.flat, larger.flat)
 
 
-async def test_memory_out_of_reach_makes_it_a_broadcast_from_then_on(board, wire, direct, caplog):
+async def test_memory_out_of_reach_makes_it_a_broadcast_while_that_engine_lives(
+    board, wire, direct, caplog
+):
     a = Neighbour(board, "a", "ready joined", "ready joined committed")
     gone = msgspec.structs.replace(a.handles[0], token="of nobody", pid=2**22 + 1)
     a.handles = [gone]
@@ -321,7 +323,21 @@ async def test_memory_out_of_reach_makes_it_a_broadcast_from_then_on(board, wire
             assert (await direct.confirm()).transport == "gloo"
     assert [announcement.transport for announcement in a.seen] == ["direct", "gloo", "gloo"]
     assert (wire.num_groups, wire.num_sent) == (1, 2)
-    assert "weights are broadcast from now on: the memory of process" in caplog.text
+    assert "weights are broadcast while this engine lives: a: the memory of process" in caplog.text
+
+
+async def test_the_others_are_written_to_again_when_an_engine_out_of_reach_is_gone(board, direct):
+    says = ("ready joined", "ready joined committed")
+    a, b = Neighbour(board, "a", *says), Neighbour(board, "b", *says)
+    a.handles = [msgspec.structs.replace(a.handles[0], token="of nobody", pid=2**22 + 1)]
+    async with living(b):
+        async with living(a):
+            assert await direct.publish(V1, WEIGHTS) == 2
+            assert (await direct.confirm()).transport == "gloo"
+        await board.withdraw("a")
+        assert await direct.publish(V2, WEIGHTS) == 1
+        assert (await direct.confirm()).transport == "direct"
+    assert torch.equal(b.memory.flat, WEIGHTS.flat)
 
 
 async def test_memory_of_another_size_is_not_written_to(board, wire, direct, caplog):
@@ -341,7 +357,7 @@ async def test_engine_that_shows_no_memory_is_sent_to_by_broadcast(board, wire, 
         assert await direct.publish(V1, WEIGHTS) == 1
         await direct.confirm()
     assert wire.num_sent == 1
-    assert "0 memories of a were shown" in caplog.text
+    assert "a: 0 of its memories were shown" in caplog.text
 
 
 async def test_nothing_is_said_to_be_there_that_does_not_read_back_as_it_was_sent(
