@@ -4,6 +4,7 @@ if not packed_lease then
   return call('ZSCORE', key.acknowledged, arg.lease_id) and 'ok' or 'expired'
 end
 local lease = cmsgpack.unpack(packed_lease)
+local drawn_next = next_version()
 call('ZREM', key.leases, arg.lease_id)
 call('HDEL', key.lease, arg.lease_id)
 call('ZADD', key.acknowledged, now, arg.lease_id)
@@ -14,6 +15,8 @@ S.num_trained = S.num_trained + #lease.ids
 S.train_ms = S.train_ms + now - lease.since
 
 local done, num_bytes, oldest = {}, 0, next_version() - c.max_staleness
+-- The usual step is the one that the next draw counted on: nothing can be drawn that could not before.
+local is_news = next_version() ~= drawn_next
 for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
   -- Most go now, so a record is not written out as a table first.
   local version, _, _, draws, _, size = struct.unpack(RECORD, packed)
@@ -23,6 +26,7 @@ for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
     group[DRAWS] = draws + 1
     write(lease.ids[i], group)
     put(lease.ids[i], group)
+    is_news = true
   else
     done[#done + 1] = lease.ids[i]
     num_bytes = num_bytes + size
@@ -30,6 +34,6 @@ for i, packed in ipairs(read_parts(lease.ids, 'HMGET', key.groups)) do
 end
 forget(done, num_bytes)
 wake_room()
-wake_data()
+if is_news then wake_data() end
 save()
 return 'ok'

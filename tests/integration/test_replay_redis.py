@@ -198,6 +198,27 @@ async def test_a_signal_of_the_board_wakes_an_admission_once(replay, server):
         await waiting
 
 
+@pytest.mark.parametrize(
+    ("max_draws", "version", "num_signals"),
+    [(1, 1, 0), (2, 1, 1), (1, 2, 1)],
+    ids=["a step as it was counted on", "groups to train once more", "a version was left out"],
+)
+async def test_an_acknowledgement_calls_a_draw_only_where_one_may_do_what_it_could_not(
+    server, max_draws, version, num_signals
+):
+    config = ReplayConfig(groups_per_step=2, max_staleness=1, max_draws=max_draws)
+    replay = RedisReplay(server.url, f"test-{uuid.uuid4().hex}", config)
+    for slot in await replay.admit(2, V0, 1.0):
+        await replay.add(slot, build_group(slot))
+    lease = await replay.draw(1.0)
+    with redis.Redis.from_url(server.admin_url) as admin:
+        data = f"{replay.buffer.prefix}data"
+        before = admin.xlen(data)
+        await replay.acknowledge(lease, PolicyVersion(version))
+        assert admin.xlen(data) - before == num_signals
+    await replay.close()
+
+
 async def test_thousands_of_slots_and_adds_at_once(server):
     config = ReplayConfig(groups_per_step=5000, max_staleness=1, max_groups=20_000)
     replay = RedisReplay(server.url, f"test-{uuid.uuid4().hex}", config)
