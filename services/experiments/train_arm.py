@@ -9,6 +9,7 @@ one. It is a live run, so what comes then is not what would have come.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from leeway.learner.checkpoint import latest
+from leeway.replay.errors import ConfigurationError
 from leeway.services.config import REDIS_URL, RunConfig, dump, with_values
 from leeway.services.experiments.arm_result import ArmResult, ArmSpec, read_lines
 from leeway.services.experiments.collapse import Evaluated
@@ -29,6 +31,7 @@ RUNS: Final = "runs"
 CALLS: Final = "calls.json"
 GRACE_S: Final = 120.0
 """A run that is told to stop finishes its step and writes a checkpoint."""
+LOOK_S: Final = 0.1
 
 
 async def train(spec: ArmSpec, config: RunConfig, folder: Path) -> ArmResult:
@@ -36,6 +39,7 @@ async def train(spec: ArmSpec, config: RunConfig, folder: Path) -> ArmResult:
     from leeway.services.experiments.arm import result_of
 
     config = own(config, spec, folder)
+    await until_left(folder / RUNS, GRACE_S)
     begun = run_begun(folder / RUNS)
     calls = [*read_calls(folder), time.time()]
     replace_text(folder / CALLS, json.dumps(calls))
@@ -59,6 +63,20 @@ async def train(spec: ArmSpec, config: RunConfig, folder: Path) -> ArmResult:
     evals = json.loads(run.eval.read_text(encoding="utf-8")) if run.eval.is_file() else {}
     wall_s = lines[-1]["wall_s"] if lines else 0.0
     return result_of(spec, config, evaluations_of(evals, lines, wall_s), lines, wall_s)
+
+
+async def until_left(folder: Path, timeout_s: float) -> None:
+    """Until no process trains a run of an earlier call: where a sweep is killed, its runs notice,
+    and stop as if they were told to. Raises ConfigurationError, which names one that goes on."""
+    deadline = time.monotonic() + timeout_s
+    for path in folder.glob("*"):
+        while (pid := RunDirectory(path).running_pid()) is not None:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"{path} is still being trained by process {pid}, which an earlier call left, "
+                    f"after {timeout_s:g} s; end it with `kill {pid}` and try again"
+                )
+            await asyncio.sleep(LOOK_S)
 
 
 def run_begun(folder: Path) -> Path | None:

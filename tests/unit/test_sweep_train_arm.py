@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from leeway.replay.errors import ConfigurationError
 from leeway.services.config import REDIS_URL, load
 from leeway.services.experiments import train_arm
+from leeway.services.layout import RunDirectory, RunState
 
 from .sweep_results import arm
 
@@ -93,3 +95,19 @@ def test_a_run_is_gone_on_with_where_it_has_a_checkpoint(
         asyncio.run(train_arm.train(arm().spec, load(None), tmp_path))
     assert started[-1][1:] == ["train", "--resume", str(begun)]
     assert len(train_arm.read_calls(tmp_path)) == 3
+
+
+def test_an_arm_waits_for_the_run_that_a_killed_sweep_left_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    left = RunDirectory(tmp_path / "arm-1")
+    left.root.mkdir()
+    left.write_state(RunState(name="arm", started_at=1.0, pids={"train": 4711}))
+    looks = iter([True, True, False])
+    monkeypatch.setattr("leeway.services.layout._is_leeway", lambda pid: next(looks))
+    asyncio.run(train_arm.until_left(tmp_path, timeout_s=10.0))
+    assert list(looks) == [], "it looks until the process is gone"
+
+    monkeypatch.setattr("leeway.services.layout._is_leeway", lambda pid: True)
+    with pytest.raises(ConfigurationError, match=r"still being trained by process 4711.*kill 4711"):
+        asyncio.run(train_arm.until_left(tmp_path, timeout_s=0.2))
