@@ -3,9 +3,10 @@
 Two runs of `leeway train` with the same model, questions, groups and turns; only
 `replay.max_staleness` differs: 0, where engine and learner take turns, and 4. Of each run the steps
 behind the first two are looked at. The time per trained token of one over that of the other is the
-speed-up; the share of that time in which the learner waited for groups is `learner_idle`, and the
-share in which the engine had at least one request is `engine_busy`. Each run's directory keeps a
-Chrome trace (timeline.json) that says why.
+speed-up. Groups that lay ready before those steps and were used up in them do not count: a buffer
+that drains is no speed that lasts. The share of that time in which the learner waited for groups is
+`learner_idle`, and the share in which the engine had at least one request is `engine_busy`. Each
+run's directory keeps a Chrome trace (timeline.json) that says why.
 
 On two GPUs the learner has one and vLLM the other, with 1.3 billion random weights; on CPUs they
 share the cores, with the bundled policy and the torch engine.
@@ -52,6 +53,9 @@ class Course:
     """One run, its first steps left out."""
 
     num_tokens: int
+    """Trained."""
+    backlog: float
+    """Share of the trained groups that lay ready when the time began and were not made up for."""
     wall_s: float
     wait_s: float
     train_s: float
@@ -61,8 +65,8 @@ class Course:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens a second."""
-        return self.num_tokens / self.wall_s
+        """Trained tokens a second, those of the backlog left out."""
+        return (1 - self.backlog) * self.num_tokens / self.wall_s
 
     @property
     def idle(self) -> float:
@@ -85,7 +89,16 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
         name: _play(folder / name, model, size, staleness, is_cuda)
         for name, staleness in STALENESS.items()
     }
-    columns = ("run", "tokens/s", "waiting", "training", "publishing", "engine busy", "timeline")
+    columns = (
+        "run",
+        "tokens/s",
+        "backlog",
+        "waiting",
+        "training",
+        "publishing",
+        "engine busy",
+        "timeline",
+    )
     rows = tuple(_row(name, course) for name, course in courses.items())
     apart, lockstep = courses["asynchronous"], courses["synchronous"]
     return BenchResult(
@@ -97,6 +110,7 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
             "learner_idle": apart.idle,
             "engine_busy": apart.engine_busy,
             "tokens_per_s": apart.tokens_per_s,
+            "backlog": apart.backlog,
             "synchronous_learner_idle": lockstep.idle,
             "synchronous_engine_busy": lockstep.engine_busy,
         },
@@ -106,7 +120,7 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
 def _size(quick: bool, is_cuda: bool) -> Size:
     if is_cuda:
         learner = {"micro_batch_tokens": 16384, "precision": "bfloat16"}
-        return Size(6 if quick else 12, 16, 200, 400, 512, learner)
+        return Size(6 if quick else 14, 16, 200, 600, 512, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
     return Size(5 if quick else 14, 4, 24, 192, 32, learner)
 
@@ -193,6 +207,7 @@ def course_of(directory: Path) -> Course:
     up_s = rest[-1]["engine_up_s"] - start["engine_up_s"]
     return Course(
         num_tokens=int(total("num_tokens_trained")),
+        backlog=max(0, start["num_ready"] - rest[-1]["num_ready"]) / total("num_groups"),
         wall_s=rest[-1]["time"] - start["time"],
         wait_s=total("wait_s"),
         train_s=total("seconds"),
@@ -207,6 +222,7 @@ def _row(name: str, course: Course) -> tuple[str, ...]:
     return (
         name,
         f"{course.tokens_per_s:.0f}",
+        f"{100 * course.backlog:.1f} %",
         *(f"{100 * share / course.wall_s:.1f} %" for share in shares),
         f"{100 * course.engine_busy:.1f} %",
         str(course.folder / "timeline.json"),

@@ -1,0 +1,41 @@
+"""What `leeway bench pipeline` reads from a run's metrics."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from leeway.services.bench.pipeline import course_of
+
+
+def line(step: int, num_ready: int) -> dict[str, float]:
+    """A step of 10 s that trained 2 groups of 500 tokens."""
+    return {
+        "step": step,
+        "time": 10.0 * step,
+        "num_tokens_trained": 1000,
+        "num_groups": 2,
+        "num_ready": num_ready,
+        "wait_s": 1.0,
+        "seconds": 8.0,
+        "publish_s": 0.5,
+        "confirm_s": 0.5,
+        "engine_up_s": 10.0 * step,
+        "engine_busy_s": 9.0 * step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ready", "backlog", "tokens_per_s"),
+    [((5, 4, 4, 4), 0.0, 100.0), ((5, 4, 2, 1), 0.75, 25.0), ((0, 0, 3, 6), 0.0, 100.0)],
+    ids=["steady", "drains", "fills"],
+)
+def test_groups_that_lay_ready_before_do_not_count(
+    tmp_path: Path, ready: tuple[int, ...], backlog: float, tokens_per_s: float
+):
+    lines = [json.dumps(line(step, n)) for step, n in enumerate(ready, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    course = course_of(tmp_path)
+    assert (course.num_tokens, course.wall_s) == (2000, 20.0)
+    assert (course.backlog, course.tokens_per_s) == (backlog, tokens_per_s)
+    assert (course.idle, course.engine_busy) == (0.1, 0.9)
