@@ -52,8 +52,9 @@ from leeway.actors import side_channel
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
 from leeway.actors.policy import Completion, CompletionRequest, check_request
+from leeway.actors.vllm_logprobs import SCHEDULER, SampledLogprobs
 from leeway.actors.vllm_metrics import stat_loggers
-from leeway.actors.vllm_versions import TokenVersions, skip_token_texts, token_versions
+from leeway.actors.vllm_versions import TokenVersions, token_versions
 from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous, check_manifest
 from leeway.replay.board import TensorSpec
 from leeway.replay.errors import ChecksumMismatch, TransferError
@@ -82,6 +83,7 @@ class VllmPolicy:
         engine: AsyncLLM,
         model: Path,
         config: PolicyConfig,
+        logprobs: SampledLogprobs,
         versions: TokenVersions,
         version: PolicyVersion,
         side_channels: list[str],
@@ -93,6 +95,7 @@ class VllmPolicy:
         self._config = config
         self._max_model_len = config.max_model_len
         self._stages = stages(config, self._loaded)
+        self._logprobs = logprobs
         self._versions = versions
         self._version = version
         self._unpaused = asyncio.Event()
@@ -113,13 +116,13 @@ class VllmPolicy:
         """Load `model`, whose weights are policy version `version`. Takes 25 to 50 s on a CPU."""
         set_environment(config)
         engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**engine_arguments(model, config, seed)),
+            AsyncEngineArgs(**engine_arguments(model, config, seed), scheduler_cls=SCHEDULER),
             stat_loggers=stat_loggers(config),
         )
-        skip_token_texts(engine)
+        logprobs = SampledLogprobs(engine)
         versions = await token_versions(engine, version)
         addresses = await engine.collective_rpc("leeway_listen")
-        return cls(engine, model, config, versions, version, addresses)
+        return cls(engine, model, config, logprobs, versions, version, addresses)
 
     @property
     def engine(self) -> AsyncLLM:
@@ -177,24 +180,28 @@ class VllmPolicy:
             async for output in self._engine.generate(prompt, params, request_id):
                 final = output.outputs[0]
         except (asyncio.CancelledError, GeneratorExit):
-            self._versions.forget(request_id)
+            self._forget(request_id)
             raise
         except Exception as error:
-            self._versions.forget(request_id)
+            self._forget(request_id)
             raise EngineError(f"request {request.request_id}: {error}") from error
         return self._completion(request_id, final)
 
+    def _forget(self, request_id: str) -> None:
+        self._logprobs.forget(request_id)
+        self._versions.forget(request_id)
+
     def _completion(self, request_id: str, final: Any) -> Completion:
         if self._broken is not None:
+            self._forget(request_id)
             raise EngineError(f"request {request_id}: {self._broken}")
-        if final is None or final.logprobs is None:
+        if final is None or not final.token_ids:
+            self._forget(request_id)
             raise EngineError(f"request {request_id}: the engine ended it without tokens")
         token_ids = list(final.token_ids)
-        if final.logprobs.token_ids != token_ids:
-            raise EngineError(f"request {request_id}: the engine's log-probs are of other tokens")
         return Completion(
             token_ids=token_ids,
-            logprobs=list(final.logprobs.logprobs),
+            logprobs=self._logprobs.of(request_id, len(token_ids)),
             versions=self._versions.of(request_id, final)[: len(token_ids)],
             finish="stop" if final.finish_reason == "stop" else "length",
         )
@@ -362,8 +369,6 @@ def sampling_params(
         temperature=temperature,
         max_tokens=max_tokens,
         logprobs=0,
-        # Lists of numbers, where a dict for each token would be walked by the garbage collector.
-        flat_logprobs=True,
         stop=list(stop),
         stop_token_ids=stop_ids,
         include_stop_str_in_output=True,

@@ -122,21 +122,6 @@ class CountedVersions:
         self._counts.pop(request_id, None)
 
 
-def skip_token_texts(engine: AsyncLLM) -> None:
-    """Have log-probs come without the text of their tokens.
-
-    vLLM decodes it token by token, on the event loop that all requests share, and nobody reads it.
-    """
-    processor: Any = engine.output_processor
-    add_request = processor.add_request
-
-    def without_texts(request: Any, *arguments: Any, **named: Any) -> None:
-        add_request(request, *arguments, **named)
-        processor.request_states[request.request_id].logprobs_processor.tokenizer = None
-
-    processor.add_request = without_texts
-
-
 def watch_outputs(engine: AsyncLLM, seen: Callable[[int], None]) -> None:
     """Call `seen` with the number of new tokens whenever outputs are taken from the engine."""
     processor: Any = engine.output_processor

@@ -6,7 +6,9 @@ The engine is the one of the publish contract; each rule puts back what it chang
 from __future__ import annotations
 
 import asyncio
+import string
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -96,7 +98,7 @@ async def test_versions_counted_as_tokens_come_are_those_the_engine_reports(
     assert both.num_compared > 0, "no request was under way during a publish"
 
 
-async def test_log_probs_come_without_the_texts_of_their_tokens(
+async def test_log_probs_come_behind_the_tokens_and_vllm_sends_none_of_its_own(
     vllm_receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ):
     policy = vllm_receiver.policy
@@ -107,9 +109,35 @@ async def test_log_probs_come_without_the_texts_of_their_tokens(
     )
     completion = await vllm_receiver.complete(prompt(vllm_receiver), 16)
     [end] = ends
-    assert end.logprobs.decoded_tokens == [None] * 16
-    assert end.logprobs.token_ids == completion.token_ids
-    assert end.text, "stop strings are looked for in the text of the whole"
+    assert not end.logprobs, "vLLM's arrays were sent, unpacked and kept beside ours"
+    assert list(end.token_ids) == completion.token_ids
+    assert len(completion.logprobs) == 16
+    assert all(logprob < 0 for logprob in completion.logprobs)
+
+
+async def test_requests_that_are_stopped_or_given_up_leave_no_log_probs_behind(
+    vllm_receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+):
+    policy = vllm_receiver.policy
+    # Every stop string is looked for in the replica, and the engine has sampled on meanwhile.
+    monkeypatch.setattr(policy, "_single_token_stops", AsyncMock(return_value=[]))
+    ids = prompt(vllm_receiver)
+    running = asyncio.create_task(vllm_receiver.complete(ids, LONG_TOKENS))
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    request = CompletionRequest(
+        request_id="stopped",
+        prompt_ids=ids,
+        max_tokens=LONG_TOKENS,
+        stop=tuple(string.printable),
+    )
+    stopped = await policy.complete(request)
+    assert stopped.finish == "stop"
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+    await vllm_receiver.complete(ids, 4)
+    assert not policy._logprobs._bits
 
 
 # --- what goes wrong, on an engine that only writes down what it is asked ------------------------
@@ -169,6 +197,9 @@ class FakeVersions:
     async def set(self, version: int) -> None:
         self._engine.calls.append(f"version {version}")
 
+    def forget(self, request_id: str) -> None:
+        """Nothing was counted."""
+
 
 def build(tmp_path: Any, staging: str, **faults: Exception | str) -> tuple[Any, FakeEngine]:
     from leeway.actors.vllm_policy import VllmPolicy
@@ -177,7 +208,9 @@ def build(tmp_path: Any, staging: str, **faults: Exception | str) -> tuple[Any, 
     config = PolicyConfig.model_validate({"staging": staging})
     versions: Any = FakeVersions(engine)
     channels = [engine.side_channel().address]
-    return VllmPolicy(engine, tmp_path, config, versions, PolicyVersion(3), channels), engine
+    logprobs: Any = Mock()  # nothing is sampled
+    policy = VllmPolicy(engine, tmp_path, config, logprobs, versions, PolicyVersion(3), channels)
+    return policy, engine
 
 
 async def test_staged_weights_are_checked_before_the_pause_and_verified_behind_it(tmp_path):
