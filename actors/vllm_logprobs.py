@@ -109,6 +109,10 @@ class SampledLogprobs:
                 self._bits[state.external_req_id] += both[num_tokens:]
         return outputs
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a token of the request has come."""
+        return request_id in self._bits
+
     def of(self, request_id: str, num_tokens: int) -> list[float]:
         """The log-probs of a finished request's tokens, in nats. To be asked once.
 

@@ -46,6 +46,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.config import get_safetensors_params_metadata
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from leeway.actors import side_channel
@@ -107,6 +108,8 @@ class VllmPolicy:
         self._gpus = _gpu_uuids(config)
         self._broken: str | None = None
         """Why nothing that the engine samples may be used any longer."""
+        self._sent: dict[str, bool] = {}
+        """Requests in the engine; False: taken back, whatever becomes of it."""
         self._stop_ids: dict[tuple[str, ...], list[int]] = {}
 
     @classmethod
@@ -118,6 +121,9 @@ class VllmPolicy:
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**engine_arguments(model, config, seed), scheduler_cls=SCHEDULER),
             stat_loggers=stat_loggers(config),
+            # Sizes of batches as vLLM's own server has them: on large GPUs 8,192 tokens a step, and
+            # 2,048 otherwise, which prompts alone would fill.
+            usage_context=UsageContext.OPENAI_API_SERVER,
         )
         logprobs = SampledLogprobs(engine)
         versions = await token_versions(engine, version)
@@ -156,11 +162,13 @@ class VllmPolicy:
         stop_ids = await self._single_token_stops(request.stop)
         params = sampling_params(max_tokens, request.stop, stop_ids, request.temperature)
         for start in itertools.count(1):
-            # A request sent during the pause would carry the old salt.
-            await self._unpaused.wait()
-            started_for = self._version
-            salt = f"v{started_for}-{self._num_commits}"
-            completion = await self._sample(request, params, salt)
+            completion = None
+            while completion is None:
+                # A request sent during the pause would carry the old salt.
+                await self._unpaused.wait()
+                started_for = self._version
+                salt = f"v{started_for}-{self._num_commits}"
+                completion = await self._sample(request, params, salt)
             if completion.versions[0] == started_for or start == MAX_STARTS:
                 return completion
             # It waited in the engine's queue while weights changed: it may have read a prefix that
@@ -170,12 +178,16 @@ class VllmPolicy:
 
     async def _sample(
         self, request: CompletionRequest, params: SamplingParams, salt: str
-    ) -> Completion:
-        """One pass of the engine. The salt keeps prefixes of other versions from being reused."""
+    ) -> Completion | None:
+        """One pass of the engine; None if weights changed before its first token.
+
+        The salt keeps prefixes of other versions from being reused.
+        """
         prompt: Any = {"prompt_token_ids": request.prompt_ids, "cache_salt": salt}
         final = None
         # vLLM forgets an id only after its last output; a retry must not collide with it.
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
+        self._sent[request_id] = True
         try:
             async for output in self._engine.generate(prompt, params, request_id):
                 final = output.outputs[0]
@@ -185,7 +197,23 @@ class VllmPolicy:
         except Exception as error:
             self._forget(request_id)
             raise EngineError(f"request {request.request_id}: {error}") from error
+        finally:
+            wanted = self._sent.pop(request_id)
+        if not wanted:
+            self._forget(request_id)
+            return None
         return self._completion(request_id, final)
+
+    async def _take_back_waiting(self) -> None:
+        """Take back the requests that have no token yet; they are sent again with the new salt.
+
+        They waited while weights changed, so their turns would be thrown away at the end.
+        """
+        waiting = [name for name in self._sent if not self._logprobs.has_begun(name)]
+        for name in waiting:
+            self._sent[name] = False
+        if waiting:
+            await self._engine.abort(waiting)
 
     def _forget(self, request_id: str) -> None:
         self._logprobs.forget(request_id)
@@ -287,6 +315,7 @@ class VllmPolicy:
             self._version = version
             self._num_commits += 1
             pause_s = await self._resume(version)
+            await self._take_back_waiting()
             if any(await self._aside("leeway_verify")):
                 await self._until_idle("verify", self._config.start_timeout_s)
         except BaseException as error:

@@ -140,6 +140,37 @@ async def test_requests_that_are_stopped_or_given_up_leave_no_log_probs_behind(
     assert not policy._logprobs._bits
 
 
+async def test_requests_without_a_token_are_sent_again_when_weights_change_and_no_turn_is_lost(
+    vllm_receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+):
+    policy = vllm_receiver.policy
+    a, b = vllm_receiver.models
+    await vllm_receiver.publish(a.weights())
+    sample, passes = policy._sample, []
+
+    async def noted(*arguments: Any) -> Any:
+        passes.append(await sample(*arguments))
+        return passes[-1]
+
+    monkeypatch.setattr(policy, "_sample", noted)
+    ids = prompt(vllm_receiver)
+    num_rows = policy._config.max_num_seqs
+    running = [asyncio.create_task(vllm_receiver.complete(ids, 200)) for _ in range(num_rows)]
+    while len(policy._logprobs._bits) < num_rows:
+        await asyncio.sleep(0.01)
+    waiting = [asyncio.create_task(vllm_receiver.complete(ids, 4)) for _ in range(8)]
+    await asyncio.sleep(0.1)
+    await vllm_receiver.publish(b.weights())
+    await asyncio.gather(*running)
+    for completion in await asyncio.gather(*waiting):
+        assert len(set(completion.versions)) == 1
+        assert gap(b, ids, completion) < TOLERANCE
+    assert passes.count(None) == 8
+    assert len(passes) == num_rows + 16, "a turn was sampled whole and thrown away"
+    assert not policy._sent
+    assert not policy._logprobs._bits
+
+
 # --- what goes wrong, on an engine that only writes down what it is asked ------------------------
 
 
