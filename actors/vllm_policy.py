@@ -29,7 +29,6 @@ vLLM's own weight-transfer interface is not used: it waits for the device after 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import time
@@ -65,8 +64,12 @@ from leeway.replay.schema import PolicyVersion
 log = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "leeway.actors.vllm_worker.WorkerExtension"
-MAX_STARTS = 5
-"""Times a request is sent whose first token came after a change of weights; the last one counts."""
+BATCHES_OF = UsageContext.OPENAI_API_SERVER
+"""Sizes of batches as vLLM's own server has them: on large GPUs 8,192 tokens a step. An engine of
+no stated use has 2,048, which prompts alone would fill."""
+MAX_SAMPLES = 5
+"""Times a request is sampled whose first token came after a change of weights. The last one counts.
+"""
 SHUTDOWN_S = 20.0
 """Seconds the engine's processes have to end by themselves; they take about 3 on a busy CPU."""
 LOOK_S = 0.1
@@ -121,9 +124,7 @@ class VllmPolicy:
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**engine_arguments(model, config, seed), scheduler_cls=SCHEDULER),
             stat_loggers=stat_loggers(config),
-            # Sizes of batches as vLLM's own server has them: on large GPUs 8,192 tokens a step, and
-            # 2,048 otherwise, which prompts alone would fill.
-            usage_context=UsageContext.OPENAI_API_SERVER,
+            usage_context=BATCHES_OF,
         )
         logprobs = SampledLogprobs(engine)
         versions = await token_versions(engine, version)
@@ -161,20 +162,21 @@ class VllmPolicy:
         max_tokens = min(request.max_tokens, self._max_model_len - len(request.prompt_ids))
         stop_ids = await self._single_token_stops(request.stop)
         params = sampling_params(max_tokens, request.stop, stop_ids, request.temperature)
-        for start in itertools.count(1):
-            completion = None
-            while completion is None:
-                # A request sent during the pause would carry the old salt.
-                await self._unpaused.wait()
-                started_for = self._version
-                salt = f"v{started_for}-{self._num_commits}"
-                completion = await self._sample(request, params, salt)
-            if completion.versions[0] == started_for or start == MAX_STARTS:
+        num_samples = 0
+        while True:
+            # A request sent during the pause would carry the old salt.
+            await self._unpaused.wait()
+            started_for = self._version
+            salt = f"v{started_for}-{self._num_commits}"
+            completion = await self._sample(request, params, salt)
+            if completion is None:
+                continue
+            num_samples += 1
+            if completion.versions[0] == started_for or num_samples == MAX_SAMPLES:
                 return completion
-            # It waited in the engine's queue while weights changed: it may have read a prefix that
-            # was cached under the older ones. Which requests do depends on time alone, so sampling
-            # it again biases nothing.
-        raise AssertionError("unreachable")
+            # Its first token came after a change of weights: it may have read a prefix that was
+            # cached under the older ones. Which requests do depends on time alone, so sampling it
+            # again biases nothing.
 
     async def _sample(
         self, request: CompletionRequest, params: SamplingParams, salt: str

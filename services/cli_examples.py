@@ -130,6 +130,7 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
         ("bench publish --json", "one JSON line last"),
         ("bench publish --shape 1.5B", "one model, in half the time"),
     ),
+    "bench engine": _of(("bench engine --quick", "in under 45 s")),
     "bench pipeline": _of(("bench pipeline --json", "one JSON line last")),
     "bench api": _of(("bench api --quick", "in under 45 s")),
     "bench retriever": _of(("bench retriever --quick", "in under 45 s")),

@@ -91,6 +91,15 @@ def bench_publish(
     show(found, as_json=as_json)
 
 
+@bench_app.command("engine")
+def bench_engine(as_json: JsonLast = False, quick: Quick = False) -> None:
+    """An engine's tokens with log-probs as rollouts get them, against vLLM's own way."""
+    from leeway.services.bench.engine import run
+    from leeway.services.bench.report import show
+
+    show(run(quick=quick), as_json=as_json)
+
+
 @bench_app.command("pipeline")
 def bench_pipeline(
     as_json: JsonLast = False,

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from leeway.actors.config import model_dir
-from leeway.replay.errors import ConfigurationError
+from leeway.services.bench.large_model import large_model
 from leeway.services.bench.result import BenchResult
 
 WARM_STEPS: Final = 2
@@ -77,14 +77,14 @@ class Course:
 def run(*, quick: bool, out: Path | None = None) -> BenchResult:
     """Both runs, one after the other; their directories stay below `out`.
 
-    A run that ended there in an earlier call is not played again: on a machine lent for minutes the
-    two fit into two calls. Raises ConfigurationError where one lies there that did not end.
+    A run that ended there in an earlier call is not played again, and one that did not end is
+    played from its start: on a machine lent for minutes the two fit into two calls.
     """
     is_cuda = torch.cuda.device_count() > 1
     size = _size(quick, is_cuda)
     folder = out or Path(tempfile.mkdtemp(prefix="leeway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)
-    model = folder / "model" if (folder / "model").is_dir() else _model(folder, is_cuda)
+    model = _model(folder, is_cuda)
     courses = {
         name: _play(folder / name, model, size, staleness, is_cuda)
         for name, staleness in STALENESS.items()
@@ -128,32 +128,10 @@ def _size(quick: bool, is_cuda: bool) -> Size:
 
 
 def _model(folder: Path, is_cuda: bool) -> Path:
-    """The bundled policy, or its tokenizer with a large body of random weights."""
-    bundled = model_dir("bundled")
     if not is_cuda:
-        return bundled
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    model = folder / "model"
-    shutil.copytree(bundled, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    known = json.loads((bundled / "config.json").read_text(encoding="utf-8"))
-    config = Qwen2Config(
-        vocab_size=known["vocab_size"],
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.device("cuda"):
-        network: Any = Qwen2ForCausalLM(config)
-        network.to(torch.bfloat16).save_pretrained(model)
-        del network
-    torch.cuda.empty_cache()
-    return model
+        return model_dir("bundled")
+    made = folder / "model"
+    return made if made.is_dir() else large_model(folder)
 
 
 def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) -> Course:
@@ -181,10 +159,10 @@ def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) 
     }
     overrides = [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
     for directory in (folder / "runs").glob("*"):
-        if not (directory / "summary.json").is_file():
-            raise ConfigurationError(f"{directory} did not end; remove {folder} and try again")
-        return course_of(directory)
-    folder.mkdir(exist_ok=True)
+        if (directory / "summary.json").is_file():
+            return course_of(directory)
+    shutil.rmtree(folder, ignore_errors=True)  # what is left of a call that was cut
+    folder.mkdir()
     command = [sys.executable, "-m", "leeway.services.cli", "train", *overrides]
     log = folder / "bench.log"
     with log.open("wb") as sink:

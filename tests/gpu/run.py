@@ -59,6 +59,7 @@ STAGES = (
     ),
     # A run that ended there is not played again: the two fit into two calls.
     Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 540, 2),
+    Stage("engine", (*LEEWAY, "bench", "engine", "--json"), 420),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),
     Stage("learner", (*LEEWAY, "bench", "learner", "--json"), 240),
     Stage(

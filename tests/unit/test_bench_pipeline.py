@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from leeway.services.bench import pipeline
 from leeway.services.bench.pipeline import course_of
 
 
@@ -39,3 +40,30 @@ def test_groups_that_lay_ready_before_do_not_count(
     assert (course.num_tokens, course.wall_s) == (2000, 20.0)
     assert (course.backlog, course.tokens_per_s) == (backlog, tokens_per_s)
     assert (course.idle, course.engine_busy) == (0.1, 0.9)
+
+
+def test_half_that_was_cut_is_played_from_its_start_and_one_that_ended_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    played: list[Path] = []
+
+    def train(
+        command: list[str], *, cwd: Path, **_: object
+    ) -> pipeline.subprocess.CompletedProcess:
+        played.append(cwd)
+        run = cwd / "runs" / "run-2"
+        run.mkdir(parents=True)
+        text = "\n".join(json.dumps(line(step, 0)) for step in range(1, 5))
+        (run / "metrics.jsonl").write_text(text)
+        (run / "summary.json").write_text("{}")
+        return pipeline.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(pipeline.subprocess, "run", train)
+    half = tmp_path / "asynchronous"
+    cut = half / "runs" / "run-1"
+    cut.mkdir(parents=True)
+    size = pipeline._size(True, False)
+    first = pipeline._play(half, tmp_path, size, 4, False)
+    assert not cut.exists()
+    assert pipeline._play(half, tmp_path, size, 4, False) == first
+    assert played == [half]
