@@ -115,6 +115,7 @@ PLACES = {
     "uvicorn": ["actors/search/retriever_server.py", "services/api/*"],
     "vllm": [
         "actors/vllm_*.py",
+        "services/bench/engine.py",
         "services/bench/publish_native.py",
         "services/bench/rollout_offline.py",
     ],
