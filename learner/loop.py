@@ -11,11 +11,14 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+import msgspec
+
 from leeway.learner.errors import LearnerStopped
 from leeway.learner.weights.publisher import Published
 from leeway.replay.errors import WaitTimeout
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease, Replay
+from leeway.replay.waiting import added
 
 DRAW_SLICE_S = 5.0
 """A wait for a batch is cut into slices; between them stops are noticed, engines caught up."""
@@ -59,17 +62,21 @@ async def run(learning: Learning, replay: Replay) -> None:
 
 
 async def draw(learning: Learning, replay: Replay) -> Lease | None:
-    """The next batch; None when the run is being drained and no batch can come. Raises WaitTimeout,
-    naming who is missing, after `draw_timeout_s`, in which a pause does not count.
+    """The next batch, with the waits of all slices; None when the run is being drained and no batch
+    can come. Raises WaitTimeout, naming who is missing, after `draw_timeout_s`, in which a pause
+    does not count.
     """
     deadline = time.monotonic() + learning.draw_timeout_s
     is_drained = False
+    waited_s: dict[str, float] = {}
     while True:
         if await learning.stop_requested():
             raise LearnerStopped(f"stopped before step {learning.version + 1}")
         try:
-            return await replay.draw(timeout_s=0.0 if is_drained else DRAW_SLICE_S)
-        except WaitTimeout:
+            lease = await replay.draw(timeout_s=0.0 if is_drained else DRAW_SLICE_S)
+            return msgspec.structs.replace(lease, waited_s=added(waited_s, lease.waited_s))
+        except WaitTimeout as timeout:
+            waited_s = added(waited_s, timeout.waited_s)
             if is_drained:
                 return None
             await learning.answer_requests()

@@ -14,6 +14,8 @@ LeewayError                  every error this project raises on purpose
     └── ChecksumMismatch     the received bytes are not the sent ones; the engine keeps its weights
 """
 
+from collections.abc import Mapping
+
 
 class LeewayError(Exception):
     """Base of every error raised on purpose."""
@@ -42,10 +44,17 @@ class CodecError(DataError):
 class WaitTimeout(LeewayError):
     """A deadline passed. The message names whom was waited for."""
 
-    def __init__(self, message: str, missing: tuple[str, ...] = ()) -> None:
-        """`missing` are the ids of those that were waited for, where they have one."""
+    def __init__(
+        self,
+        message: str,
+        missing: tuple[str, ...] = (),
+        waited_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """`missing` are the ids of those that were waited for, where they have one; `waited_s` are
+        the seconds of a draw by what was short."""
         super().__init__(message)
         self.missing = missing
+        self.waited_s = waited_s or {}
 
 
 class StoreError(LeewayError):

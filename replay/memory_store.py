@@ -92,13 +92,14 @@ class MemoryReplay:
             try:
                 while isinstance(drawn := self._buffer.draw(), Shortage):
                     if wait.is_over:
-                        raise WaitTimeout(describe_shortage(drawn, self.config, wait.elapsed_s))
+                        why = describe_shortage(drawn, self.config, wait.elapsed_s)
+                        raise WaitTimeout(why, waited_s=wait.split_s())
                     self._buffer.note_wait(waiter, Waiting("learner", drawn.reason, 0.0))
-                    await self._sleep(wait.next_s(drawn.expires_in_s))
+                    await self._sleep(wait.next_s(drawn.expires_in_s, drawn.reason))
             finally:
                 self._end(waiter, "data", wait)
                 self._changed.notify_all()  # a draw may have dropped groups, which makes room
-        lease = lease_of(*drawn)
+        lease = lease_of(*drawn, waited_s=wait.split_s())
         check_staleness(lease, self.config)
         return lease
 

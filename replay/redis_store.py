@@ -126,14 +126,15 @@ class RedisReplay:
 
     async def draw(self, timeout_s: float) -> Lease:
         """See Replay. While a lease is held, the next draw is for the version after it."""
-        lease = lease_of(*await self.draw_encoded(timeout_s))
+        wait = Wait(timeout_s)
+        lease = lease_of(*await self.draw_encoded(timeout_s, wait), waited_s=wait.split_s())
         check_staleness(lease, self.config)
         return lease
 
-    async def draw_encoded(self, timeout_s: float) -> tuple[str, Drawn]:
+    async def draw_encoded(self, timeout_s: float, wait: Wait | None = None) -> tuple[str, Drawn]:
         """A lease's id and its groups as they are stored; waits and raises as `draw` does."""
         lease_id = uuid.uuid4().hex
-        wait, callers = Wait(timeout_s), self._learners
+        wait, callers = wait or Wait(timeout_s), self._learners
         try:
             while True:
 
@@ -148,10 +149,12 @@ class RedisReplay:
                 )
                 if not isinstance(leased, Shortage):
                     callers.end(wait)
+                    wait.split_s()  # what follows is reading
                     break
                 if wait.is_over:
-                    raise WaitTimeout(describe_shortage(leased, self.config, wait.elapsed_s))
-                left_s = wait.next_s(leased.expires_in_s)
+                    why = describe_shortage(leased, self.config, wait.elapsed_s)
+                    raise WaitTimeout(why, waited_s=wait.split_s())
+                left_s = wait.next_s(leased.expires_in_s, leased.reason)
                 callers.begin(wait)
                 await self._data.wait(leased.signal, left_s)
         finally:

@@ -28,7 +28,7 @@ from leeway.replay.errors import LeaseExpired, WaitTimeout
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import Group, GroupId, PolicyVersion
 from leeway.replay.store import Lease, Replay, ReplayStats, Slot, VersionSource
-from leeway.replay.waiting import Wait, current, lease_expired
+from leeway.replay.waiting import Wait, added, current, lease_expired
 
 K = TypeVar("K", int, str)
 
@@ -130,6 +130,7 @@ class ShardedReplay:
             parts[0].version,
             tuple(group for part in parts for group in part.groups),
             max(part.ramp_version for part in parts),
+            added(*(part.waited_s for part in parts)),
         )
         # Without the groups, which the caller has.
         self._live.add(lease.lease_id)

@@ -75,6 +75,8 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
     ramp_version: PolicyVersion = PolicyVersion(0)
     """The learner version at which the buffer began, was restored, or last dropped ready groups:
     groups admitted up to it may be trained younger than max_staleness under exact."""
+    waited_s: dict[str, float] = {}
+    """Seconds its draw waited, by ShortageReason: what was short meanwhile."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

@@ -70,11 +70,12 @@ def entry_of(group: Group, columns: Columns | None = None) -> Entry:
     )
 
 
-def lease_of(lease_id: str, drawn: Drawn) -> Lease:
-    """The lease with its groups decoded."""
+def lease_of(lease_id: str, drawn: Drawn, waited_s: dict[str, float] | None = None) -> Lease:
+    """The lease with its groups decoded; `waited_s` as in Lease."""
     return Lease(
         lease_id,
         PolicyVersion(drawn.version),
         tuple(decode(payload) for payload in drawn.payloads),
         PolicyVersion(drawn.ramp_version),
+        waited_s or {},
     )

@@ -89,6 +89,9 @@ class Wait:
         self._started_s = time.monotonic()
         self._timeout_s = timeout_s
         self._has_waited = False
+        self._split_s: dict[str, float] = {}
+        self._reason: str | None = None
+        self._since_s = 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -105,11 +108,31 @@ class Wait:
         """The deadline has passed."""
         return self.elapsed_s >= self._timeout_s
 
-    def next_s(self, expires_in_s: float | None) -> float:
-        """Seconds to sleep: until the deadline, or the nearest expiry if that is sooner."""
+    def split_s(self) -> dict[str, float]:
+        """The wait is over: its seconds by reason."""
+        self._blame(None)
+        return self._split_s
+
+    def _blame(self, reason: str | None) -> None:
+        now_s = self.elapsed_s
+        if self._reason is not None:
+            before_s = self._split_s.get(self._reason, 0.0)
+            self._split_s[self._reason] = before_s + now_s - self._since_s
+        self._reason, self._since_s = reason, now_s
+
+    def next_s(self, expires_in_s: float | None, reason: str | None = None) -> float:
+        """Seconds to sleep, for `reason`: until the deadline, or the nearest expiry if that is
+        sooner."""
         self._has_waited = True
+        self._blame(reason)
         left_s = max(0.0, self._timeout_s - self.elapsed_s)
         return left_s if expires_in_s is None else min(left_s, max(0.0, expires_in_s))
+
+
+def added(*splits: Mapping[str, float]) -> dict[str, float]:
+    """Waits one after the other: seconds by reason."""
+    reasons = {reason for split in splits for reason in split}
+    return {r: sum(split.get(r, 0.0) for split in splits) for r in sorted(reasons)}
 
 
 async def current(version: PolicyVersion | VersionSource) -> PolicyVersion | None:

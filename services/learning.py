@@ -86,6 +86,7 @@ class LearnerProcess:
         self._wire: FlatWeights | None = None
         """What was published last; its buffer serves the next version."""
         self._publish_s = self._confirm_s = 0.0
+        self._waited_s: Mapping[str, float] = {}
         self.num_steps = learner.num_steps
         self.draw_timeout_s = learner.draw_timeout_s
         between_orders_s = learner.draw_timeout_s + 8 * learner.publish_timeout_s + EPOCH_S
@@ -215,6 +216,7 @@ class LearnerProcess:
     async def train(self, lease: Lease) -> None:
         """One optimizer step; the staleness bound is asserted on what is about to be trained."""
         check_staleness(lease, self._config.replay)
+        self._waited_s = lease.waited_s
         if self._world.size > 1:
             self._order(Train([encode(group) for group in lease.groups]))
         with tracing.training([group.group_id for group in lease.groups], self.version):
@@ -309,6 +311,7 @@ class LearnerProcess:
             self._metrics,
             published,
             wait_s=wait_s,
+            waited_s=self._waited_s,
             publish_s=self._publish_s,
             confirm_s=self._confirm_s,
             settings_revision=self._revision,

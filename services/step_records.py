@@ -57,16 +57,19 @@ class StepRecords:
         published: Published | None,
         *,
         wait_s: float,
+        waited_s: Mapping[str, float],
         publish_s: float,
         confirm_s: float,
         settings_revision: int,
     ) -> None:
-        """The step that made `version`, which came `wait_s` after the one before."""
+        """The step that made `version`, which came `wait_s` after the one before; `waited_s` of it
+        by what was short."""
         metrics = step.as_dict()
         self._rewards.append(metrics["reward_mean"])
         self._recent.append((wait_s, metrics["seconds"]))
         self.max_staleness_seen = max(self.max_staleness_seen, int(metrics["staleness_max"]))
         line = {"step": version, "time": time.time(), "wait_s": wait_s, **metrics}
+        line |= {f"wait_s/{reason}": seconds for reason, seconds in waited_s.items()}
         line |= {"publish_s": publish_s, "confirm_s": confirm_s}
         if published is not None:
             line["pause_ms"] = [pause * 1e3 for pause in published.pause_s]

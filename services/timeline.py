@@ -15,6 +15,13 @@ from leeway.services.layout import RunDirectory
 
 LEARNER: Final = {"pid": 1, "tid": 1}
 ENGINE: Final = {"pid": 2}
+WAIT: Final = "wait for groups"
+WORDS: Final = {
+    "missing": "s with fewer groups ready than a step trains",
+    "blocked": "s until a group was played that had to be in this step",
+    "limiter": "s for the limiter",
+}
+"""What was short, by ShortageReason."""
 
 
 def write_timeline(run: RunDirectory) -> None:
@@ -36,14 +43,15 @@ def step_events(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     step = line["step"]
     parts = (
-        ("wait for groups", line["wait_s"]),
+        (WAIT, line["wait_s"]),
         (f"train step {step}", line["seconds"]),
         (f"confirm {step - 1}", line.get("confirm_s", 0.0)),
         (f"publish {step}", line.get("publish_s", 0.0)),
     )
     at = line["time"] - sum(seconds for _, seconds in parts)
     for name, seconds in parts:
-        yield _span(name, at, seconds, LEARNER)
+        why = _split(line) if name == WAIT else {}
+        yield _span(name, at, seconds, LEARNER | ({"args": why} if why else {}))
         at += seconds
     pauses: Sequence[float] = line.get("pause_ms") or ()
     # The version before was taken into use while this step was trained.
@@ -61,7 +69,13 @@ def step_events(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _span(name: str, at: float, seconds: float, lane: Mapping[str, int]) -> dict[str, Any]:
+def _split(line: Mapping[str, Any]) -> dict[str, float]:
+    """What the learner waited for, in seconds."""
+    waits = {words: line.get(f"wait_s/{reason}") for reason, words in WORDS.items()}
+    return {words: seconds for words, seconds in waits.items() if seconds is not None}
+
+
+def _span(name: str, at: float, seconds: float, lane: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "ph": "X", "ts": 1e6 * at, "dur": 1e6 * seconds, **lane}
 
 

@@ -58,6 +58,8 @@ class Course:
     """Share of the trained groups that lay ready when the time began and were not made up for."""
     wall_s: float
     wait_s: float
+    blocked_s: float
+    """Of `wait_s`, until a group was played that had to be in the step, while enough were ready."""
     train_s: float
     publish_s: float
     engine_busy: float
@@ -94,6 +96,7 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
         "tokens/s",
         "backlog",
         "waiting",
+        "for one that is due",
         "training",
         "publishing",
         "engine busy",
@@ -108,6 +111,7 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
         {
             "speedup": apart.tokens_per_s / lockstep.tokens_per_s,
             "learner_idle": apart.idle,
+            "learner_blocked": apart.blocked_s / apart.wall_s,
             "engine_busy": apart.engine_busy,
             "tokens_per_s": apart.tokens_per_s,
             "backlog": apart.backlog,
@@ -190,6 +194,7 @@ def course_of(directory: Path) -> Course:
         backlog=max(0, start["num_ready"] - rest[-1]["num_ready"]) / total("num_groups"),
         wall_s=rest[-1]["time"] - start["time"],
         wait_s=total("wait_s"),
+        blocked_s=sum(line.get("wait_s/blocked", 0.0) for line in rest),
         train_s=total("seconds"),
         publish_s=total("publish_s") + total("confirm_s"),
         engine_busy=(rest[-1]["engine_busy_s"] - start["engine_busy_s"]) / up_s,
@@ -198,7 +203,7 @@ def course_of(directory: Path) -> Course:
 
 
 def _row(name: str, course: Course) -> tuple[str, ...]:
-    shares = (course.wait_s, course.train_s, course.publish_s)
+    shares = (course.wait_s, course.blocked_s, course.train_s, course.publish_s)
     return (
         name,
         f"{course.tokens_per_s:.0f}",

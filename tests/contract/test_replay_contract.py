@@ -346,6 +346,26 @@ async def test_slow_slot_is_waited_for_rather_than_overtaken_past_its_deadline(b
     assert slow.slot_id in ids(await waiting)
 
 
+async def test_lease_says_how_long_its_draw_waited_and_for_what(build_replay):
+    replay = build_replay()
+    slow = await slow_slot_scene(replay)
+    with pytest.raises(WaitTimeout) as timeout:
+        await replay.draw(SOON_S)
+    assert set(timeout.value.waited_s) == {"blocked"}
+    waiting = asyncio.create_task(replay.draw(AMPLE_S))
+    await asyncio.sleep(SOON_S)
+    await replay.add(slow, build_group(slow))
+    lease = await waiting
+    assert set(lease.waited_s) == {"blocked"}
+    assert SOON_S / 2 < lease.waited_s["blocked"] < AMPLE_S
+    await replay.acknowledge(lease, v(2))
+    with pytest.raises(WaitTimeout) as timeout:
+        await replay.draw(SOON_S)
+    assert set(timeout.value.waited_s) == {"missing"}
+    await fill(replay, 2, version=2)
+    assert (await replay.draw(SOON_S)).waited_s == {}
+
+
 async def test_slow_slot_no_longer_blocks_once_dropped(build_replay):
     replay = build_replay()
     slow = await slow_slot_scene(replay)

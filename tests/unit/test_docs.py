@@ -240,7 +240,7 @@ def test_the_page_names_every_metric_of_a_step():
     parts = (StepMetrics, PolicyMetrics, DataMetrics, CriticMetrics)
     fields = {name for part in parts for name in part.__struct_fields__}
     flat = fields - {"policy", "data", "critic", "scores", "staleness_histogram"}
-    mappings = {"score/NAME", "staleness_histogram/K", "dropped/REASON"}
+    mappings = {"score/NAME", "staleness_histogram/K", "dropped/REASON", "wait_s/REASON"}
     expected = flat | mappings | set(names_written_by_the_learner())
     assert column(METRICS, "`metrics.jsonl`") == expected
 

@@ -17,9 +17,10 @@ class FakeReplay:
     async def draw(self, timeout_s: float) -> Lease:
         if self.num_empty:
             self.num_empty -= 1
-            raise WaitTimeout("2 groups are still being played")
+            raise WaitTimeout("2 groups are still being played", waited_s={"blocked": 5.0})
         self.calls.append("draw")
-        return Lease(lease_id="l", version=PolicyVersion(0), groups=())
+        waited_s = {"blocked": 0.5, "missing": 0.25}
+        return Lease(lease_id="l", version=PolicyVersion(0), groups=(), waited_s=waited_s)
 
     async def acknowledge(self, lease: Lease, version: int) -> None:
         self.calls.append(f"acknowledge {version}")
@@ -86,6 +87,15 @@ async def test_a_wait_for_groups_ends_with_the_reason_that_replay_gives():
     calls: list[str] = []
     with pytest.raises(WaitTimeout, match="2 groups are still being played"):
         await loop.run(FakeLearning(calls), FakeReplay(calls, num_empty=9))  # type: ignore[arg-type]
+
+
+async def test_what_a_batch_waited_for_is_summed_over_the_slices_of_the_wait():
+    calls: list[str] = []
+    learning = FakeLearning(calls)
+    learning.draw_timeout_s = 60.0
+    lease = await loop.draw(learning, FakeReplay(calls, num_empty=2))  # type: ignore[arg-type]
+    assert lease is not None
+    assert lease.waited_s == {"blocked": 10.5, "missing": 0.25}
 
 
 async def test_engines_are_caught_up_while_the_learner_waits():

@@ -38,6 +38,13 @@ def test_parts_of_a_step_follow_each_other_up_to_its_end():
         assert got[1:] == pytest.approx(wanted[1:])
 
 
+def test_a_wait_says_what_was_short():
+    line = {**LINE, "wait_s/blocked": 0.75, "wait_s/missing": 0.25}
+    [wait] = [e for e in step_events(line) if e["name"] == "wait for groups"]
+    assert list(wait["args"].values()) == [0.25, 0.75]
+    assert "had to be in this step" in list(wait["args"])[1]
+
+
 def test_trace_is_what_the_browser_reads(tmp_path: Path):
     run = RunDirectory(tmp_path)
     run.metrics.write_text(json.dumps(LINE) + "\n", encoding="utf-8")
