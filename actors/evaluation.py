@@ -74,6 +74,8 @@ class Table:
     limits: Limits
     episode_timeout_s: float
     """Seconds one episode may take; then it fails with EpisodeTimeout."""
+    priority: int = 0
+    """Of its requests."""
     turnstile: Turnstile = field(default_factory=Turnstile)
 
     async def play(self, question: Question, trajectory_id: str, temperature: float) -> Trajectory:
@@ -89,6 +91,7 @@ class Table:
                         self.limits,
                         trajectory_id,
                         temperature=temperature,
+                        priority=self.priority,
                         turnstile=self.turnstile,
                     )
         except TimeoutError:
@@ -216,17 +219,19 @@ async def evaluate(
     *,
     max_concurrency: int,
     episode_timeout_s: float,
+    priority: int = 0,
     num_samples: int = 4,
 ) -> Evaluation:
-    """Play every question once, greedily. An episode that fails NUM_ATTEMPTS times fails the
-    evaluation: a mean over the questions that happened to work would not compare with another.
+    """Play every question once, greedily, its requests at `priority`. An episode that fails
+    NUM_ATTEMPTS times fails the evaluation: a mean over the questions that happened to work would
+    not compare with another.
     """
     if not questions:
         raise DataError("an evaluation needs at least one question; see data.held_out")
     started = time.perf_counter()
     evaluation_id = f"eval-{uuid.uuid4().hex[:12]}"
     asked = [Asked(f"{evaluation_id}-{i}", question) for i, question in enumerate(questions)]
-    table = Table(policy, environment, tokens, limits, episode_timeout_s)
+    table = Table(policy, environment, tokens, limits, episode_timeout_s, priority)
     trajectory_of: dict[int, Trajectory] = {}
     playing = play_each(asked, table, max_concurrency=max_concurrency, num_attempts=NUM_ATTEMPTS)
     async with aclosing(playing) as each:

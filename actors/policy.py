@@ -26,6 +26,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """1 samples the policy itself; 0 is greedy. Other values would need a correction of the
     log-probs and are refused."""
+    priority: int = 0
+    """Where requests wait for room in the engine the lowest goes first, and equal ones as they
+    came. A group's is the version it was admitted at: the older, the sooner it must be trained."""
     traceparent: str | None = None
     """The span that waits for the answer, in W3C's form; None while nothing is traced."""
 

@@ -107,15 +107,16 @@ async def play(
     trajectory_id: str,
     *,
     temperature: float = 1.0,
+    priority: int = 0,
     prompt_ids: list[int] | None = None,
     turnstile: Turnstile | None = None,
     in_flight: EpisodeInFlight | None = None,
 ) -> Trajectory:
     """Play one episode to its end. Raises an EpisodeFailure when it cannot become training data.
 
-    `prompt_ids` are the question's from `encode_prompt`, encoded once for all siblings; None
-    encodes them here. Episodes of one event loop share a `turnstile`; one that plays alone needs
-    none. `in_flight` is told where the episode is.
+    `priority` is that of its requests. `prompt_ids` are the question's from `encode_prompt`,
+    encoded once for all siblings; None encodes them here. Episodes of one event loop share a
+    `turnstile`; one that plays alone needs none. `in_flight` is told where the episode is.
     """
     started = time.perf_counter()
     turnstile = turnstile or Turnstile()
@@ -127,7 +128,7 @@ async def play(
     while stop_reason is None:
         turns_left = limits.max_turns - len(episode.turns) - 1
         with tracing.span("rollout.turn", {"leeway.turn": len(episode.turns)}):
-            request = _request(trajectory_id, episode, environment, limits, temperature)
+            request = _request(trajectory_id, episode, environment, limits, temperature, priority)
             _enter(in_flight, "generating")
             completion = await _complete(policy, request)
             _enter(in_flight, "searching")
@@ -167,6 +168,7 @@ def _request(
     environment: Environment,
     limits: Limits,
     temperature: float,
+    priority: int,
 ) -> CompletionRequest:
     return CompletionRequest(
         request_id=f"{trajectory_id}-{len(episode.turns)}",
@@ -174,6 +176,7 @@ def _request(
         max_tokens=limits.max_turn_tokens,
         stop=environment.stop,
         temperature=temperature,
+        priority=priority,
         traceparent=tracing.traceparent(),
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -65,6 +65,8 @@ class _Row:
     """Tokens that can end the row; all others go on without a closer look."""
     max_tokens: int
     """By the request or by the context, whichever is less."""
+    place: tuple[int, int] = (0, 0)
+    """Among those that wait: its priority, and how many came before."""
     slot: int | None = None
     begun_at: PolicyVersion | None = None
     """Version of the first keys and values in the slot."""
@@ -137,7 +139,9 @@ class TorchPolicy:
         self._weights_lock = threading.Lock()
         self._weights_gate = threading.Lock()
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
-        self._waiting: deque[_Row] = deque()
+        self._waiting: list[_Row] = []
+        """By priority, and as they came."""
+        self._num_received = 0
         self._postponed: list[_Row] = []
         self._rows: list[_Row] = []
         self._slots = Slots(config.max_num_seqs, config.max_model_len)
@@ -311,7 +315,9 @@ class TorchPolicy:
                 return True
             if row is None:
                 return False
-            self._waiting.append(row)
+            self._num_received += 1
+            row.place = (row.request.priority, self._num_received)
+            insort(self._waiting, row, key=lambda other: other.place)
 
     def _fail_all(self, error: str) -> None:
         for row in {*self._rows, *self._waiting, *self._postponed}:
@@ -362,9 +368,9 @@ class TorchPolicy:
             row = self._waiting[0]
             prefix = self._slots.longest_prefix(row.request.prompt_ids, self._version, pending)
             if row.future.cancelled():
-                self._waiting.popleft()
+                self._waiting.pop(0)
             elif prefix is not None and prefix.slot in pending:
-                self._postponed.append(self._waiting.popleft())
+                self._postponed.append(self._waiting.pop(0))
             else:
                 feed = self._begin(row, prefix)
                 # The last token of a prompt goes in like a sampled one, with the next of all rows.
@@ -372,9 +378,9 @@ class TorchPolicy:
                     prompts.append((row, feed))
                     pending.add(feed.slot)
                 num_tokens += len(feed.ids)
-                self._waiting.popleft()
+                self._waiting.pop(0)
         self._has_postponed = bool(self._postponed)
-        self._waiting.extendleft(reversed(self._postponed))
+        self._waiting[:0] = self._postponed
         self._postponed.clear()
         return prompts
 

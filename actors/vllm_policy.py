@@ -191,7 +191,9 @@ class VllmPolicy:
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
         self._sent[request_id] = True
         try:
-            async for output in self._engine.generate(prompt, params, request_id):
+            async for output in self._engine.generate(
+                prompt, params, request_id, priority=request.priority
+            ):
                 final = output.outputs[0]
         except (asyncio.CancelledError, GeneratorExit):
             self._forget(request_id)
@@ -452,6 +454,7 @@ def engine_arguments(model: Path, config: PolicyConfig, seed: int) -> dict[str, 
         "seed": seed,
         "enforce_eager": not on_gpu,
         "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
         "load_format": "safetensors",

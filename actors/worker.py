@@ -134,7 +134,8 @@ class RolloutWorker:
     async def evaluate(
         self, questions: Sequence[Question], *, max_concurrency: int = 64, num_samples: int = 4
     ) -> Evaluation:
-        """Play held-out questions greedily, beside the training groups."""
+        """Play held-out questions greedily, beside the training groups: behind those that are there
+        and before later ones."""
         return await evaluate(
             questions,
             self._policy,
@@ -143,6 +144,7 @@ class RolloutWorker:
             self._limits,
             max_concurrency=max_concurrency,
             episode_timeout_s=self._config.episode_timeout_s,
+            priority=await self._oldest_version() or 0,
             num_samples=num_samples,
         )
 
@@ -228,7 +230,7 @@ class RolloutWorker:
             GroupId(slot.slot_id),
             question,
             self._worker_id,
-            partial(self._play_episode, prompt_ids),
+            partial(self._play_episode, prompt_ids, slot.version),
             size=self._config.group_size,
             timeout_s=self._config.episode_timeout_s,
         )
@@ -246,7 +248,7 @@ class RolloutWorker:
             self._budget.record_success()
 
     async def _play_episode(
-        self, prompt_ids: list[int], question: Question, trajectory_id: str
+        self, prompt_ids: list[int], priority: int, question: Question, trajectory_id: str
     ) -> Trajectory:
         in_flight = self._counters.begin()
         try:
@@ -258,6 +260,7 @@ class RolloutWorker:
                     self._tokens,
                     self._limits,
                     trajectory_id,
+                    priority=priority,
                     prompt_ids=prompt_ids,
                     turnstile=self._turnstile,
                     in_flight=in_flight,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
+from leeway.actors.config import PolicyConfig
 from leeway.actors.policy import Completion, CompletionRequest, Policy
 from leeway.actors.scripted_policy import ScriptedPolicy
 from leeway.actors.search.protocol import TAGS
@@ -25,6 +26,7 @@ from leeway.replay.errors import ConfigurationError
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+NUM_ROWS = {"TorchPolicy": PolicyConfig().max_num_seqs, "VllmPolicy": PolicyConfig().max_num_seqs}
 BACKENDS = ["scripted", "torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 SetVersion = Callable[[int], Awaitable[None]]
@@ -75,6 +77,28 @@ def policy_factory(request: pytest.FixtureRequest) -> PolicyFactory:
 async def subject(policy_factory: PolicyFactory) -> AsyncIterator[Subject]:
     async with policy_factory() as (policy, tokens, set_version):
         yield Subject(policy, tokens, set_version)
+
+
+async def test_of_those_that_wait_for_room_the_lowest_priority_goes_first(subject: Subject):
+    num_rows = NUM_ROWS.get(type(subject.policy).__name__)
+    if num_rows is None:
+        pytest.skip("every request is answered at once: none waits")
+    one_row_is_free = [12, *[90] * (num_rows - 1)]
+    running = [
+        asyncio.create_task(subject.complete(f"row-{i}", max_tokens=n, priority=9))
+        for i, n in enumerate(one_row_is_free)
+    ]
+    await asyncio.sleep(0.05)
+    ended: list[str] = []
+
+    async def late(name: str, priority: int) -> None:
+        await subject.complete(name, max_tokens=2, priority=priority)
+        ended.append(name)
+
+    names = {"third": 7, "first": 3, "second": 3, "fourth": 8}
+    await asyncio.gather(*(late(name, priority) for name, priority in names.items()))
+    await asyncio.gather(*running)
+    assert ended == ["first", "second", "third", "fourth"]
 
 
 def check_shape(completion: Completion) -> None:

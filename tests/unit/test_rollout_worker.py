@@ -12,6 +12,7 @@ import pytest
 from leeway.actors.config import RolloutConfig, SearchConfig
 from leeway.actors.environment import Question
 from leeway.actors.failures import FailureBudgetExceeded, RetrievalError
+from leeway.actors.policy import Completion, CompletionRequest
 from leeway.actors.rollout import Limits
 from leeway.actors.scripted_policy import ScriptedPolicy
 from leeway.actors.search.environment import SearchEnvironment
@@ -344,6 +345,32 @@ async def test_a_worker_evaluates_beside_its_groups(tokens: Tokens):
         await worker.stop()
     assert result.scores["exact_match"] == 1.0
     assert worker.snapshot().episodes == {"answer": 6}
+
+
+async def test_requests_go_by_the_version_of_their_slot_and_an_evaluation_by_the_oldest_engine(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+):
+    found: dict[str, set[int]] = {"group": set(), "evaluation": set()}
+    complete = ScriptedPolicy.complete
+
+    async def noted(self: ScriptedPolicy, request: CompletionRequest) -> Completion:
+        name = "evaluation" if request.request_id.startswith("eval-") else "group"
+        found[name].add(request.priority)
+        return await complete(self, request)
+
+    monkeypatch.setattr(ScriptedPolicy, "complete", noted)
+    oldest = iter([3, 5, 4])
+
+    async def oldest_version() -> PolicyVersion:
+        return PolicyVersion(next(oldest, 4))
+
+    book = SlotBook(2)
+    worker = build(tokens, book, oldest_version=oldest_version, max_groups_in_flight=2)
+    await worker.evaluate(QUESTIONS)
+    async with running(worker):
+        await until(lambda: len(book.added) == 2)
+        await worker.stop()
+    assert found == {"evaluation": {3}, "group": {5}}
 
 
 async def test_a_stopped_worker_may_run_again(tokens: Tokens):
