@@ -62,13 +62,15 @@ def read_lines(path: Path) -> list[Json]:
 
 def _with_rates(line: Json) -> Json:
     """Add what follows from a line: 300 tokens in 2 s of training after 1 s of waiting are 100
-    tokens/s, and the learner waited a third of the time.
+    tokens/s, and the learner waited a third of the time; if 0.6 s of it were for a group that was
+    due, a fifth.
     """
     wait_s, seconds = line.get("wait_s"), line.get("seconds")
     if wait_s is None or seconds is None or wait_s + seconds <= 0:
         return line
     whole = wait_s + seconds
-    rates = {"idle_share": wait_s / whole}
+    blocked_s = line.get("wait_s/blocked", 0.0)
+    rates = {"idle_share": wait_s / whole, "blocked_share": blocked_s / whole}
     if "num_tokens_trained" in line:
         rates["trained_tokens_per_s"] = line["num_tokens_trained"] / whole
     return rates | dict(line)

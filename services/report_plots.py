@@ -158,6 +158,7 @@ PANELS: Final = (
         "Share of the time.",
         (
             Series("learner waits for rollouts", ("idle_share",), 100),
+            Series("of it, for a group that is due", ("blocked_share",), 100),
             Series("rollouts wait for room", ("rollout_wait_share",), 100),
         ),
         unit="%",

@@ -132,6 +132,10 @@ def test_rates_follow_from_seconds(tmp_path: Path):
     (line,) = read_lines(path)
     assert line["trained_tokens_per_s"] == 100
     assert line["idle_share"] == pytest.approx(1 / 3)
+    assert line["blocked_share"] == 0
+    path.write_text('{"step": 1, "wait_s": 1, "seconds": 2, "wait_s/blocked": 0.6}')
+    (line,) = read_lines(path)
+    assert line["blocked_share"] == pytest.approx(1 / 5)
 
 
 def test_a_list_is_drawn_by_its_mean_and_a_gap_is_left_out():
