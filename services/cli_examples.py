@@ -131,7 +131,10 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
         ("bench publish --shape 1.5B", "one model, in half the time"),
     ),
     "bench engine": _of(("bench engine --quick", "in under 45 s")),
-    "bench pipeline": _of(("bench pipeline --json", "one JSON line last")),
+    "bench pipeline": _of(
+        ("bench pipeline --json", "one JSON line last"),
+        ("bench pipeline --out pipeline --half asynchronous", "where a call lasts minutes"),
+    ),
     "bench api": _of(("bench api --quick", "in under 45 s")),
     "bench retriever": _of(("bench retriever --quick", "in under 45 s")),
     "bench rollout": _of(("bench rollout --backend torch --quick", "without vLLM")),

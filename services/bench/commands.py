@@ -107,12 +107,16 @@ def bench_pipeline(
     out: Annotated[
         Path | None, typer.Option(help="Folder for both runs; a temporary one if not given.")
     ] = None,
+    half: Annotated[
+        Literal["asynchronous", "synchronous"] | None,
+        typer.Option(help="Play this run alone; a later call with the same --out compares."),
+    ] = None,
 ) -> None:
     """The whole loop asynchronously, against the same work in lockstep."""
     from leeway.services.bench.pipeline import run
     from leeway.services.bench.report import show
 
-    show(run(quick=quick, out=out), as_json=as_json)
+    show(run(quick=quick, out=out, half=half), as_json=as_json)
 
 
 @bench_app.command("retriever")

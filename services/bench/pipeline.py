@@ -22,17 +22,19 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 from leeway.actors.config import model_dir
+from leeway.replay.errors import ConfigurationError
 from leeway.services.bench.large_model import large_model
 from leeway.services.bench.result import BenchResult
 
 WARM_STEPS: Final = 2
 RUN_TIMEOUT_S: Final = 900.0
-STALENESS: Final = {"asynchronous": 4, "synchronous": 0}
+Half = Literal["asynchronous", "synchronous"]
+STALENESS: Final[dict[Half, int]] = {"asynchronous": 4, "synchronous": 0}
 FACTORY: Final = "leeway.services.bench.pipeline_environment:build"
 
 
@@ -76,21 +78,25 @@ class Course:
         return self.wait_s / self.wall_s
 
 
-def run(*, quick: bool, out: Path | None = None) -> BenchResult:
-    """Both runs, one after the other; their directories stay below `out`.
+def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> BenchResult:
+    """Both runs, one after the other, or one of them; their directories stay below `out`.
 
     A run that ended there in an earlier call is not played again, and one that did not end is
     played from its start: on a machine lent for minutes the two fit into two calls.
+
+    Raises ConfigurationError for a half that nothing could be compared with later.
     """
+    if half is not None and out is None:
+        raise ConfigurationError(
+            "--half plays one of two runs; give both the same --out FOLDER, where they are compared"
+        )
     is_cuda = torch.cuda.device_count() > 1
     size = _size(quick, is_cuda)
     folder = out or Path(tempfile.mkdtemp(prefix="leeway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)
     model = _model(folder, is_cuda)
-    courses = {
-        name: _play(folder / name, model, size, staleness, is_cuda)
-        for name, staleness in STALENESS.items()
-    }
+    names = STALENESS if half is None else (half,)
+    courses = {name: _play(folder / name, model, size, STALENESS[name], is_cuda) for name in names}
     columns = (
         "run",
         "tokens/s",
@@ -103,6 +109,8 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
         "timeline",
     )
     rows = tuple(_row(name, course) for name, course in courses.items())
+    if half is not None:
+        return BenchResult("pipeline", columns, rows, {"half": half, **_keys(courses[half])})
     apart, lockstep = courses["asynchronous"], courses["synchronous"]
     return BenchResult(
         "pipeline",
@@ -110,15 +118,21 @@ def run(*, quick: bool, out: Path | None = None) -> BenchResult:
         rows,
         {
             "speedup": apart.tokens_per_s / lockstep.tokens_per_s,
-            "learner_idle": apart.idle,
-            "learner_blocked": apart.blocked_s / apart.wall_s,
-            "engine_busy": apart.engine_busy,
-            "tokens_per_s": apart.tokens_per_s,
-            "backlog": apart.backlog,
+            **_keys(apart),
             "synchronous_learner_idle": lockstep.idle,
             "synchronous_engine_busy": lockstep.engine_busy,
         },
     )
+
+
+def _keys(course: Course) -> dict[str, float | int | str]:
+    return {
+        "learner_idle": course.idle,
+        "learner_blocked": course.blocked_s / course.wall_s,
+        "engine_busy": course.engine_busy,
+        "tokens_per_s": course.tokens_per_s,
+        "backlog": course.backlog,
+    }
 
 
 def _size(quick: bool, is_cuda: bool) -> Size:
@@ -128,7 +142,7 @@ def _size(quick: bool, is_cuda: bool) -> Size:
         learner = {"micro_batch_tokens": 16384, "precision": "bfloat16", "learning_rate": 1e-6}
         return Size(6 if quick else 20, 16, 200, 400, 512, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
-    return Size(5 if quick else 14, 4, 24, 192, 32, learner)
+    return Size(4, 2, 16, 32, 16, learner) if quick else Size(14, 4, 24, 192, 32, learner)
 
 
 def _model(folder: Path, is_cuda: bool) -> Path:

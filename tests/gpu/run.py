@@ -58,6 +58,12 @@ STAGES = (
         2,
     ),
     # A run that ended there is not played again: the two fit into two calls.
+    Stage(
+        "pipeline-apart",
+        (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--half", "asynchronous", "--json"),
+        420,
+        2,
+    ),
     Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 540, 2),
     Stage("engine", (*LEEWAY, "bench", "engine", "--json"), 420),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from leeway.replay.errors import ConfigurationError
 from leeway.services.bench import pipeline
 from leeway.services.bench.pipeline import course_of
 
@@ -67,3 +68,27 @@ def test_half_that_was_cut_is_played_from_its_start_and_one_that_ended_is_not(
     assert not cut.exists()
     assert pipeline._play(half, tmp_path, size, 4, False) == first
     assert played == [half]
+
+
+def test_one_half_has_its_own_figures_and_the_other_is_compared_with_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    played: list[int] = []
+
+    def play(folder: Path, model: Path, size: object, staleness: int, is_cuda: bool) -> object:
+        played.append(staleness)
+        wall_s = 10.0 if staleness else 20.0
+        return pipeline.Course(1000, 0.0, wall_s, 2.0, 1.0, 7.0, 1.0, 0.9, folder)
+
+    monkeypatch.setattr(pipeline, "_play", play)
+    result = pipeline.run(quick=True, out=tmp_path, half="asynchronous")
+    assert played == [4]
+    assert result.keys["half"] == "asynchronous"
+    assert (result.keys["learner_idle"], result.keys["learner_blocked"]) == (0.2, 0.1)
+    assert pipeline.run(quick=True, out=tmp_path).keys["speedup"] == 2.0
+    assert played == [4, 4, 0]
+
+
+def test_half_without_a_folder_is_refused_in_words():
+    with pytest.raises(ConfigurationError, match=r"give both the same --out FOLDER"):
+        pipeline.run(quick=True, half="synchronous")
