@@ -12,6 +12,7 @@ of outputs that `vllm_versions` reads too.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -120,7 +121,7 @@ class SampledLogprobs:
         """
         bits = self._bits.pop(request_id, [])[:num_tokens]
         logprobs: list[float] = np.array(bits, dtype=np.int32).view(np.float32).tolist()
-        if len(logprobs) != num_tokens or any(x != x for x in logprobs):
+        if len(logprobs) != num_tokens or any(map(math.isnan, logprobs)):
             raise EngineError(f"request {request_id}: the engine's log-probs are of other tokens")
         return logprobs
 

@@ -74,8 +74,8 @@ def run(*, quick: bool) -> BenchResult:
         raise ConfigurationError("vllm is not installed here; install leeway-rl[cpu] or [gpu]")
     is_cuda = torch.cuda.is_available()
     plan = plan_of(quick=quick, is_cuda=is_cuda)
-    with endless_model() as bundled, tempfile.TemporaryDirectory(prefix="leeway-engine-") as folder:
-        model = _endless(large_model(Path(folder))) if is_cuda else bundled
+    with endless_model() as small, tempfile.TemporaryDirectory(prefix="leeway-engine-") as folder:
+        model = _endless(large_model(small, Path(folder))) if is_cuda else small
         ours = asyncio.run(_ours(model, plan))
         plain = asyncio.run(_plain(model, plan))
     return result(plan, ours, plain)
@@ -177,7 +177,7 @@ async def _speed(ask: Ask, plan: Plan, num_rows: int) -> Speed:
 
 
 def _endless(model: Path) -> Path:
-    """The same, which never ends a turn by itself."""
+    """The same, whose own files name no token that ends a turn, as its tokenizer's do not."""
     path = model / "config.json"
     config = {**json.loads(path.read_text(encoding="utf-8")), "eos_token_id": None}
     path.write_text(json.dumps(config), encoding="utf-8")

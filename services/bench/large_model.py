@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
-from leeway.actors.config import model_dir
 
-
-def large_model(folder: Path) -> Path:
-    """1.3 billion weights in bfloat16 with the bundled policy's tokenizer, in `folder`/model; made
-    on the GPU."""
+def large_model(base: Path, folder: Path) -> Path:
+    """1.3 billion weights in bfloat16 with the tokenizer of `base`, in `folder`/model; made on the
+    GPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    bundled, model = model_dir("bundled"), folder / "model"
-    shutil.copytree(bundled, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    known = json.loads((bundled / "config.json").read_text(encoding="utf-8"))
+    model = folder / "model"
+    shutil.copytree(base, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    known = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config = Qwen2Config(
         vocab_size=known["vocab_size"],
         hidden_size=1536,

@@ -146,10 +146,10 @@ def _size(quick: bool, is_cuda: bool) -> Size:
 
 
 def _model(folder: Path, is_cuda: bool) -> Path:
+    bundled, made = model_dir("bundled"), folder / "model"
     if not is_cuda:
-        return model_dir("bundled")
-    made = folder / "model"
-    return made if made.is_dir() else large_model(folder)
+        return bundled
+    return made if made.is_dir() else large_model(bundled, folder)
 
 
 def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) -> Course:
