@@ -92,6 +92,11 @@ class Rehearsal:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
+    def until_replica(self, deployment: str) -> psutil.Process:
+        """Steps do not show that it runs: behind a restart they are made of what is in the buffer
+        before Serve has started its replicas."""
+        return self.place.until(lambda: replica(deployment), 400, *self.running.values())
+
     def until_more_steps(self, timeout_s: float = 400) -> None:
         before = max(steps_of(self.run), default=0)
         self.place.until(

@@ -58,9 +58,7 @@ def test_each_process_of_the_chart_is_killed_once_and_the_run_ends(release: Rele
     play.until_more_steps()
 
     for deployment in ("PolicyServer", "RolloutServer", "CourseServer"):
-        process = replica(deployment)
-        assert process is not None, f"no replica of {deployment} runs"
-        process.kill()
+        play.until_replica(deployment).kill()
         play.until_more_steps()
 
     play.kill("ray")
@@ -85,8 +83,7 @@ def test_the_workers_of_ray_stay_while_their_head_is_replaced(release: Release, 
     play.start("redis", "learner")
     play.start_ray(is_alone=False)
     play.until_more_steps()
-    engine = replica("PolicyServer")
-    assert engine is not None
+    engine = play.until_replica("PolicyServer")
 
     play.kill("ray")
     play.start_ray(is_alone=False)
