@@ -18,6 +18,7 @@ Side = Literal["rollout", "learner"]
 
 AWAITED: Final[dict[RefusalReason | ShortageReason, Literal["learner", "engines", "operator"]]] = {
     "window": "learner",
+    "lookahead": "learner",
     "capacity": "learner",
     "bytes": "learner",
     "limiter": "learner",

@@ -35,6 +35,10 @@ class ReplayConfig(FrozenModel):
     drop: groups are admitted as long as there is room; those that grow too old are dropped and
     counted. exact, for experiments: after a ramp of max_staleness steps every trained token is
     exactly max_staleness versions old; nothing is generated while the learner trains."""
+    lookahead: Literal["full", "adaptive"] = "full"
+    """Under pace, how far ahead of the learner groups are admitted. full: as far as max_staleness
+    allows. adaptive: no farther than the learner has needed lately, so what it trains is younger
+    where it is slower than the rollouts."""
     draw_by: Selector = "fifo"
     """Which groups are drawn first. fifo: oldest version, then first to arrive. lifo: last to
     arrive. freshest: newest version. uniform: any. prioritised: in proportion to the spread of the
@@ -80,6 +84,16 @@ class ReplayConfig(FrozenModel):
     def window(self) -> int:
         """Most groups the version window admits: groups_per_step 2, max_staleness 1 -> 4."""
         return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def reach(self) -> int:
+        """Most groups that window and max_groups let be ahead of the learner."""
+        return min(self.window, self.max_groups)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether less than the window may be admitted."""
+        return self.lookahead == "adaptive"
 
     def of_shard(self) -> Self:
         """What each shard keeps: 16 groups a step and 1024 in 4 shards -> 4 and 256."""
@@ -134,6 +148,16 @@ class ReplayConfig(FrozenModel):
             raise ValueError(
                 'staleness_policy = "exact" trains each group once and the oldest first; it needs '
                 f'draw_by = "fifo" and max_draws = 1, not "{self.draw_by}" and {self.max_draws}'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_that_lookahead_is_alone(self) -> Self:
+        if self.is_adaptive and (self.staleness_policy != "pace" or self.limiter != "none"):
+            raise ValueError(
+                'lookahead = "adaptive" admits as many groups as the learner needs, and needs '
+                'staleness_policy = "pace" and limiter = "none", not '
+                f'"{self.staleness_policy}" and "{self.limiter}", which decide that themselves'
             )
         return self
 

@@ -17,6 +17,7 @@ import msgspec
 
 from leeway.replay.config import ReplayConfig
 from leeway.replay.limiter import limiter_of
+from leeway.replay.lookahead import Lookahead
 from leeway.replay.memory_counts import Dropped
 from leeway.replay.schedule import admissible, drawable, is_engine_behind
 from leeway.replay.schema import PolicyVersion
@@ -69,6 +70,7 @@ class BufferState(msgspec.Struct, frozen=True):
     evicted_until: float
     largest: int
     """Bytes of the largest group there ever was; a slot counts as large."""
+    lookahead: Lookahead
 
 
 class Buffer:
@@ -88,6 +90,9 @@ class Buffer:
         self.dropped = Dropped()
         self.waits: dict[str, tuple[Waiting, float]] = {}
         """Who waits, and since when by the clock."""
+        self._lookahead = Lookahead()
+        self._first_left: int | None = None
+        """What the first try of the next step found ready, less that step; None before it."""
         self._largest = 0
         self._drawn_until = 0.0
         self._evicted_until = 0.0
@@ -143,6 +148,7 @@ class Buffer:
                 c.groups_per_step,
                 c.staleness_policy,
             ),
+            "lookahead": self._most_outstanding() - sum(outstanding.values()),
             "limiter": self.limiter.room(
                 num_groups, self.counts["inserts"] + len(self.slots), self.counts["samples"]
             ),
@@ -170,6 +176,17 @@ class Buffer:
         if is_engine_behind(version, self.learner_version, *bounds):
             return "engine-behind"
         return next((reason for reason, room in rooms.items() if room <= 0), None)
+
+    def _most_outstanding(self) -> float:
+        """Groups that an adaptive lookahead lets be played and ready together."""
+        c = self.config
+        if not c.is_adaptive:
+            return math.inf
+        return self._lookahead.most_outstanding(c.groups_per_step, c.reach)
+
+    @property
+    def _num_held_back(self) -> int:
+        return self._lookahead.held_back if self.config.is_adaptive else 0
 
     def _evictable(self) -> list[str]:
         """Groups that can make room: those trained before, who owe nothing; under drop all."""
@@ -216,6 +233,7 @@ class Buffer:
             num_groups=num_groups,
             num_slots=len(self.slots),
             num_bytes=self.num_bytes,
+            num_held_back=self._num_held_back,
             largest=self._largest,
             inserts=self.counts["inserts"],
             samples=self.counts["samples"],
@@ -326,6 +344,8 @@ class Buffer:
         version, step = self.next_version, c.groups_per_step
         num_again = sum(self.groups[i].record.draws > 0 for i in self._free())
         bounds = (version, c.max_staleness, step, c.staleness_policy, num_again)
+        if self._first_left is None:
+            self._first_left = len(self._free()) - step
         plan = drawable(self.ready_counts(), self.playing(), *bounds)
         inserts, samples = self.counts["inserts"], self.counts["samples"]
         if not plan.is_ready or not self.limiter.may_sample(
@@ -338,6 +358,9 @@ class Buffer:
         for group_id in ids:
             self.groups[group_id].lease_id = lease_id
         self.counts.update(drawn=step, samples=step)
+        if c.is_adaptive:
+            self._lookahead = self._lookahead.after_draw(self._first_left, step, c.reach)
+        self._first_left = None
         payloads: list[bytes | memoryview] = [self.groups[group_id].payload for group_id in ids]
         return lease_id, Drawn(version, self.ramp_version, ids, payloads)
 
@@ -431,6 +454,7 @@ class Buffer:
         for lease_id in list(self.leases):
             self.return_lease(lease_id)
         self.learner_version = self.ramp_version = version
+        self._first_left = None
         lost_groups = [i for i, g in self.groups.items() if g.record.newest > version]
         for group_id in lost_groups:
             self._drop_group(group_id, "lost-version")
@@ -453,6 +477,7 @@ class Buffer:
             drawn_until=self._drawn_until,
             evicted_until=self._evicted_until,
             largest=self._largest,
+            lookahead=self._lookahead,
         )
 
     def go_on(self, state: BufferState) -> None:
@@ -463,6 +488,7 @@ class Buffer:
         self.groups = dict(state.groups)
         self._drawn_until, self._evicted_until = state.drawn_until, state.evicted_until
         self._largest = state.largest
+        self._lookahead = state.lookahead
 
     # ---- views
 
@@ -487,6 +513,7 @@ class Buffer:
             num_slots=len(self.slots),
             num_ready=len(self._free()),
             num_leased=sum(len(lease.ids) for lease in self.leases.values()),
+            num_held_back=self._num_held_back,
             num_bytes=self.num_bytes,
             admission_paused=self.is_paused,
             num_admitted=self.counts["admitted"],

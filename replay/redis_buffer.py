@@ -150,6 +150,7 @@ class RedisBuffer:
             num_groups=reply.num_groups,
             num_slots=reply.num_slots,
             num_bytes=reply.num_bytes,
+            num_held_back=reply.num_held_back,
             largest=reply.largest,
             inserts=reply.inserts,
             samples=reply.samples,

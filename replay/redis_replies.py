@@ -17,7 +17,7 @@ from leeway.replay.stored import StoredGroup
 INFINITE: Final = 1e308
 """Scripts take what is above 1e300 for it."""
 
-LIMITS: Final = struct.Struct(">13d")
+LIMITS: Final = struct.Struct(">14d")
 """The numbers of LIMIT_FIELDS. Three texts follow, each ended by a zero."""
 
 RECORD: Final = struct.Struct(">7d")
@@ -32,6 +32,7 @@ class AdmitReply(msgspec.Struct):
     num_groups: int = 0
     num_slots: int = 0
     num_bytes: int = 0
+    num_held_back: int = 0
     largest: int = 0
     inserts: int = 0
     samples: int = 0
@@ -63,6 +64,7 @@ class State(msgspec.Struct):
     num_slots: int
     num_ready: int
     num_stored: int
+    num_held_back: int
     num_bytes: int
     num_admitted: int
     num_added: int
@@ -101,6 +103,7 @@ def for_scripts(config: ReplayConfig) -> bytes:
         int(config.slot_timeout_s * 1000),
         int(config.lease_timeout_s * 1000),
         INFINITE if config.max_bytes is None else int(config.max_bytes),
+        config.is_adaptive,
     )
     finite = [max(-INFINITE, min(INFINITE, number)) for number in numbers]
     texts = (config.staleness_policy, config.draw_by, config.evict_by)
@@ -115,6 +118,7 @@ def to_stats(reply: StatsReply) -> ReplayStats:
         num_slots=state.num_slots,
         num_ready=state.num_ready,
         num_leased=state.num_stored - state.num_ready,
+        num_held_back=state.num_held_back,
         num_bytes=state.num_bytes,
         admission_paused=state.paused,
         num_admitted=state.num_admitted,

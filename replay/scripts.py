@@ -23,19 +23,20 @@ STATE_FIELDS: Final = (
     *("layout", "now", "ahead", "learner_version", "ramp_version", "sequence", "virtual"),
     *("evicted_at", "num_bytes", "largest", "num_slots", "num_stored", "num_leases", "inserts"),
     *("samples", "num_admitted", "num_added", "num_drawn", "num_trained", "num_slots_expired"),
-    *("num_leases_expired", "play_ms", "train_ms", "added_hour"),
+    *("num_leases_expired", "play_ms", "train_ms", "added_hour", "held_back", "least_left"),
+    *("num_seen", "num_doublings", "is_tried", "first_left"),
     *("room_signal", "data_signal", "paused", "has_ceilings", "playing", "ready", "leased"),
     *("next_expiry", "config"),
 )
-"""Places of `S`: 24 numbers, then what else there is."""
+"""Places of `S`: 30 numbers, then what else there is."""
 
 LIMIT_FIELDS: Final = (
     *("max_staleness", "groups_per_step", "max_groups", "max_draws", "max_returns", "seed"),
     *("samples_per_insert", "min_size", "min_diff", "max_diff"),
-    *("slot_timeout_ms", "lease_timeout_ms", "max_bytes"),
+    *("slot_timeout_ms", "lease_timeout_ms", "max_bytes", "is_adaptive"),
     *("policy", "draw_by", "evict_by"),
 )
-"""Places of `c`: 13 numbers, then three texts."""
+"""Places of `c`: 14 numbers, then three texts."""
 
 _SHARED: Final = ("rule", "select", "library")
 _DEFINITION: Final = re.compile(r"local (?:function )?([\w, ]+)")

@@ -40,10 +40,12 @@ import msgspec
 
 from leeway.replay.schema import Group, GroupId, PolicyVersion
 
-RefusalReason = Literal["window", "capacity", "bytes", "limiter", "engine-behind", "paused"]
-"""Which bound held an admission back: the version window, `max_groups`, `max_bytes`, the limiter,
-engines too old for the learner's version (under exact: at any other), or admission stopped for
-shutdown."""
+RefusalReason = Literal[
+    "window", "lookahead", "capacity", "bytes", "limiter", "engine-behind", "paused"
+]
+"""Which bound held an admission back: the version window, what the learner has needed lately,
+`max_groups`, `max_bytes`, the limiter, engines too old for the learner's version (under exact: at
+any other), or admission stopped for shutdown."""
 
 ShortageReason = Literal["missing", "blocked", "limiter"]
 """What held a draw back: too few groups, groups still being played that must be in this step, or
@@ -111,6 +113,9 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     """Groups buffered and free to be drawn, also those that were trained before."""
     num_leased: int
     """Groups at the learner."""
+    num_held_back: int = 0
+    """Groups of the version window that are not admitted, since the learner has done without them
+    lately; 0 unless `lookahead` is adaptive."""
     num_bytes: int
     """Bytes of buffered and leased groups as stored."""
     admission_paused: bool

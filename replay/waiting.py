@@ -38,6 +38,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     num_bytes: int
     """Of buffered and leased groups."""
+    num_held_back: int
+    """Groups of the window that are not admitted, by an adaptive lookahead."""
     largest: int
     """Bytes of the largest group so far."""
     inserts: int
@@ -175,6 +177,12 @@ def describe_refusal(refusal: Refusal, config: ReplayConfig, timeout_s: float) -
             f"{start}: {r.inserts} groups inserted and {r.num_slots} being played, {r.samples} "
             f'sampled; limiter "{config.limiter}" lets inserts x {limiter.samples_per_insert:g} be '
             f"at most {limiter.max_diff:g} ahead of samples; waiting for the learner to draw"
+        )
+    if r.reason == "lookahead":
+        return (
+            f'{start}: {by_version(r.outstanding)} are outstanding, and lookahead = "adaptive" '
+            f"holds {r.num_held_back} of the window's groups back, which the learner has not "
+            "needed lately; waiting for it to draw"
         )
     if r.version is None:
         return f"{start}: no engine lives; waiting for one to register"

@@ -82,7 +82,10 @@ def _rows(inspection: Inspection) -> Iterator[tuple[str, str]]:
         f"{stats.num_slots:,} being played, {stats.num_ready:,} ready, {stats.num_leased:,} leased",
     )
     yield "bytes", f"{stats.num_bytes:,} stored, largest group {inspection.largest_bytes:,}"
-    yield "admission", "paused" if stats.admission_paused else "open"
+    admission = "paused" if stats.admission_paused else "open"
+    if stats.num_held_back:
+        admission += f", {stats.num_held_back:,} groups of the window held back"
+    yield "admission", admission
     yield (
         "so far",
         f"{stats.num_admitted:,} admitted, {stats.num_added:,} added, {stats.num_drawn:,} drawn, "

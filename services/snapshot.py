@@ -158,6 +158,7 @@ def _replay(stats: ReplayStats) -> Replay:
         num_slots=stats.num_slots,
         num_ready=stats.num_ready,
         num_leased=stats.num_leased,
+        num_held_back=stats.num_held_back,
         num_bytes=stats.num_bytes,
         num_trained=stats.num_trained,
         num_dropped=sum(stats.dropped.values()),

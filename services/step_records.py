@@ -97,6 +97,7 @@ class StepRecords:
             "num_ready": stats.num_ready,
             "num_slots": stats.num_slots,
             "num_leased": stats.num_leased,
+            "num_held_back": stats.num_held_back,
             "generated_tokens_per_s": snapshot.generated_tokens_per_s,
             "rollout_wait_share": snapshot.waits.rollouts_for_room,
         }

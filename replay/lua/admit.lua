@@ -14,6 +14,11 @@ local outstanding = counts(S.playing, S.ready)
 local num_groups = S.num_slots + S.num_stored
 local window = admissible(
   outstanding, arg.version, next_version(), c.max_staleness, c.groups_per_step, c.policy)
+local ahead = math.huge
+if c.is_adaptive == 1 then
+  ahead = most_outstanding(S.held_back, c.groups_per_step, reach)
+  for _, of_version in pairs(outstanding) do ahead = ahead - of_version end
+end
 
 -- Room in groups and in bytes. Groups that were trained owe nothing, so they can make more; under
 -- drop all can that are free to be drawn.
@@ -45,6 +50,8 @@ elseif bytes <= 0 then
   reason = 'bytes'
 elseif window <= 0 then
   reason = 'window'
+elseif ahead <= 0 then
+  reason = 'lookahead'
 elseif limit <= 0 then
   reason = 'limiter'
 end
@@ -64,7 +71,7 @@ local function evict_one()
   drop_group(first[1], record(first[1]), 'evicted')
 end
 
-local n = math.min(#arg.slot_ids, window, capacity, bytes, limit)
+local n = math.min(#arg.slot_ids, window, ahead, capacity, bytes, limit)
 if not reason and evictable > 0 then
   -- Room is made for one group at a time: n is what fits without, but one at least.
   n = math.max(1, math.min(n, c.max_groups - num_groups, room_for_bytes(S.num_bytes)))
@@ -85,6 +92,7 @@ if reason then
     next_version = next_version(),
     num_groups = num_groups,
     num_bytes = S.num_bytes,
+    num_held_back = c.is_adaptive == 1 and S.held_back or 0,
     largest = S.largest,
     num_slots = S.num_slots,
     inserts = S.inserts,

@@ -23,6 +23,11 @@ if c.policy == 'exact' then
   until num_dropped == 0
 end
 
+-- What the first try of a step finds is what there was without waiting.
+if S.is_tried == 0 then
+  S.is_tried, S.first_left = 1, num_ready() - step
+end
+
 local version = next_version()
 local missing, blocking_until, forced = drawable(
   S.ready, S.playing, num_again(), version, c.max_staleness, step, c.policy)
@@ -103,8 +108,13 @@ expire_at(expiry)
 S.num_leases = S.num_leases + 1
 S.samples = S.samples + step
 S.num_drawn = S.num_drawn + step
+if c.is_adaptive == 1 then
+  S.held_back, S.least_left, S.num_seen, S.num_doublings = after_draw(
+    S.held_back, S.least_left, S.num_seen, S.num_doublings, S.first_left, step, reach)
+end
+S.is_tried = 0
 grant()
--- Room by the limiter: who waits for the learner to sample may go on.
-if c.max_diff < 1e300 then wake_room() end
+-- Room by the limiter or the lookahead: who waits for the learner to sample may go on.
+if c.max_diff < 1e300 or c.is_adaptive == 1 then wake_room() end
 save()
 return leased(lease)

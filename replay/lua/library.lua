@@ -72,6 +72,9 @@ end
 -- The version the next draw is for: leases in hand are the steps before it.
 local function next_version() return S.learner_version + S.num_leases end
 
+-- Most groups that the version window and max_groups let exist.
+local reach = math.min((c.max_staleness + 1) * c.groups_per_step, c.max_groups)
+
 local function expire_at(at)
   if not S.next_expiry or at < S.next_expiry then S.next_expiry = at end
 end

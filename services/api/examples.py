@@ -31,6 +31,7 @@ _REPLAY: Final = {
     "num_slots": 3,
     "num_ready": 2,
     "num_leased": 16,
+    "num_held_back": 0,
     "num_bytes": 183_000,
     "num_trained": 112,
     "num_dropped": 1,

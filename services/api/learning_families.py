@@ -101,6 +101,11 @@ REPLAY = (
         of_stats(lambda s: s.admission_paused),
     ),
     gauge(
+        "leeway_replay_held_back_groups",
+        "Groups of the window that an adaptive lookahead does not admit",
+        of_stats(lambda s: s.num_held_back),
+    ),
+    gauge(
         "leeway_replay_waiting",
         "Callers that wait now, by side and by what holds them back",
         _waiting,

@@ -129,6 +129,8 @@ class Replay(Answer):
     """Groups being played."""
     num_ready: int
     num_leased: int
+    num_held_back: int
+    """Groups of the version window that an adaptive lookahead does not admit."""
     num_bytes: int
     """Bytes of buffered and leased groups as stored."""
     num_trained: int

@@ -39,6 +39,7 @@ def configs(draw: st.DrawFn) -> ReplayConfig:
     window = (staleness + 1) * step
     max_draws = 1 if is_exact else draw(st.integers(1, 3))
     limiter = draw(st.sampled_from(["none", "min-size", "queue", "sample-to-insert"]))
+    may_adapt = policy == "pace" and limiter == "none"
     least = window if is_exact else step
     ratio = 1.0
     if limiter == "sample-to-insert" and not is_exact:
@@ -55,6 +56,7 @@ def configs(draw: st.DrawFn) -> ReplayConfig:
                 "max_staleness": staleness,
                 "staleness_policy": policy,
                 "draw_by": "fifo" if is_exact else draw(st.sampled_from(SELECTORS)),
+                "lookahead": draw(st.sampled_from(["full", "adaptive"] if may_adapt else ["full"])),
                 "evict_by": draw(st.sampled_from(SELECTORS)),
                 "seed": draw(st.integers(0, 3)),
                 "limiter": limiter,

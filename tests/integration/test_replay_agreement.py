@@ -138,6 +138,8 @@ class Twins:
 SETTINGS: dict[str, dict[str, Any]] = {
     "pace": {},
     "exact": {"staleness_policy": "exact"},
+    "pace adaptive": {"lookahead": "adaptive"},
+    "pace adaptive again": {"lookahead": "adaptive", "max_draws": 2, "max_groups": 5},
     "pace again": {"max_draws": 2, "draw_by": "freshest"},
     "pace uniform": {"draw_by": "uniform", "seed": 3},
     "pace queue": {"limiter": "queue", "queue_size": 3, "max_bytes": 6000},

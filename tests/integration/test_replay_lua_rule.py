@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leeway.replay.limiter import Limiter
+from leeway.replay.lookahead import Lookahead
 from leeway.replay.schedule import admissible, drawable, is_engine_behind
 from leeway.replay.scripts import lua_text
 from leeway.replay.selection import Selector, draw_score, evict_score
@@ -119,6 +120,41 @@ def test_lua_and_python_agree_on_the_limiter(server, limiter, size, inserts, sam
         room, may = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
     assert room == min(1000, limiter.room(size, inserts, samples))
     assert bool(may) == limiter.may_sample(n, size, inserts, samples)
+
+
+ASK_LOOKAHEAD = """
+local arg = cmsgpack.unpack(ARGV[1])
+local held_back, least, num_draws, num_doublings = unpack(arg.before)
+local most = most_outstanding(held_back, arg.step, arg.window)
+return {most, after_draw(
+  held_back, least, num_draws, num_doublings, arg.num_left, arg.step, arg.window)}
+"""
+
+
+@given(
+    st.builds(
+        Lookahead, st.integers(0, 40), st.integers(0, 40), st.integers(-9, 130), st.integers(0, 4)
+    ),
+    st.integers(-9, 40),
+    st.integers(1, 9),
+    st.integers(0, 40),
+)
+@settings(
+    max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_lua_and_python_agree_on_the_lookahead(server, before, num_left, step, more):
+    window = step + more
+    arguments = {
+        "before": msgspec.structs.astuple(before),
+        "num_left": num_left,
+        "step": step,
+        "window": window,
+    }
+    with redis.Redis.from_url(server.admin_url) as client:
+        script = lua_text("rule") + ASK_LOOKAHEAD
+        most, *after = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
+    assert most == before.most_outstanding(step, window)
+    assert Lookahead(*after) == before.after_draw(num_left, step, window)
 
 
 ASK_SCORES = """
