@@ -91,8 +91,9 @@ class Buffer:
         self.waits: dict[str, tuple[Waiting, float]] = {}
         """Who waits, and since when by the clock."""
         self._lookahead = Lookahead()
-        self._first_left: int | None = None
-        """What the first try of the next step found ready, less that step; None before it."""
+        self._first_try: tuple[int, int] | None = None
+        """What the first try of the next step found: ready groups less that step, and outstanding
+        ones. None before it."""
         self._largest = 0
         self._drawn_until = 0.0
         self._evicted_until = 0.0
@@ -344,8 +345,9 @@ class Buffer:
         version, step = self.next_version, c.groups_per_step
         num_again = sum(self.groups[i].record.draws > 0 for i in self._free())
         bounds = (version, c.max_staleness, step, c.staleness_policy, num_again)
-        if self._first_left is None:
-            self._first_left = len(self._free()) - step
+        if self._first_try is None:
+            num_outstanding = self.ready_counts().total() + len(self.slots)
+            self._first_try = (len(self._free()) - step, num_outstanding)
         plan = drawable(self.ready_counts(), self.playing(), *bounds)
         inserts, samples = self.counts["inserts"], self.counts["samples"]
         if not plan.is_ready or not self.limiter.may_sample(
@@ -359,8 +361,8 @@ class Buffer:
             self.groups[group_id].lease_id = lease_id
         self.counts.update(drawn=step, samples=step)
         if c.is_adaptive:
-            self._lookahead = self._lookahead.after_draw(self._first_left, step, c.reach)
-        self._first_left = None
+            self._lookahead = self._lookahead.after_draw(*self._first_try, step, c.reach)
+        self._first_try = None
         payloads: list[bytes | memoryview] = [self.groups[group_id].payload for group_id in ids]
         return lease_id, Drawn(version, self.ramp_version, ids, payloads)
 
@@ -454,7 +456,7 @@ class Buffer:
         for lease_id in list(self.leases):
             self.return_lease(lease_id)
         self.learner_version = self.ramp_version = version
-        self._first_left = None
+        self._first_try = None
         lost_groups = [i for i, g in self.groups.items() if g.record.newest > version]
         for group_id in lost_groups:
             self._drop_group(group_id, "lost-version")

@@ -24,11 +24,11 @@ STATE_FIELDS: Final = (
     *("evicted_at", "num_bytes", "largest", "num_slots", "num_stored", "num_leases", "inserts"),
     *("samples", "num_admitted", "num_added", "num_drawn", "num_trained", "num_slots_expired"),
     *("num_leases_expired", "play_ms", "train_ms", "added_hour", "held_back", "least_left"),
-    *("num_seen", "num_doublings", "is_tried", "first_left"),
+    *("most_seen", "num_seen", "num_doublings", "is_tried", "first_left", "first_outstanding"),
     *("room_signal", "data_signal", "paused", "has_ceilings", "playing", "ready", "leased"),
     *("next_expiry", "config"),
 )
-"""Places of `S`: 30 numbers, then what else there is."""
+"""Places of `S`: 32 numbers, then what else there is."""
 
 LIMIT_FIELDS: Final = (
     *("max_staleness", "groups_per_step", "max_groups", "max_draws", "max_returns", "seed"),

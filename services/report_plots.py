@@ -140,12 +140,11 @@ PANELS: Final = (
     ),
     Panel(
         "Buffer",
-        "Groups that wait, are played, are trained, and are not admitted for want of need.",
+        "Groups that wait, are played, and are trained.",
         (
             Series("ready", ("num_ready",)),
             Series("playing", ("num_slots",)),
             Series("leased", ("num_leased",)),
-            Series("held back", ("num_held_back",)),
         ),
         unit="groups",
     ),

@@ -41,10 +41,14 @@ class Twins:
             }
         )
         self.is_exact = config.staleness_policy == "exact"
+        # Groups are held back where draws are fewer than they might be.
+        num_draws, num_releases = (2, 0.5) if config.is_adaptive else (5, 2)
+        self.weights = (5, 10, 1, 1, num_draws, 5, num_releases, 0.3)
         run = f"test-{uuid.uuid4().hex}"
         self.stores: tuple[Replay, Replay] = (RedisReplay(url, run, config), MemoryReplay(config))
         self.rng = random.Random(seed)
         self.learner = 0
+        self.held_back: set[int] = set()
         self.slots: list[tuple[Slot, Slot]] = []
         self.leases: list[tuple[Lease, Lease]] = []
         self.names: dict[str, int] = {}
@@ -65,7 +69,7 @@ class Twins:
 
     async def step(self) -> None:
         kinds = ("admit", "add", "prioritise", "drop", "draw", "finish", "release", "restore")
-        await getattr(self, self.rng.choices(kinds, (5, 10, 1, 1, 5, 5, 2, 0.3))[0])()
+        await getattr(self, self.rng.choices(kinds, self.weights)[0])()
         redis_stats, memory_stats = [await store.stats() for store in self.stores]
         even = dict.fromkeys(("wait_room_s", "play_s", "wait_data_s", "train_s"), 0.0)
         even |= {"slots": (), "leases": ()}
@@ -73,6 +77,7 @@ class Twins:
             memory_stats, **even
         )
         self.learner = memory_stats.learner_version
+        self.held_back.add(memory_stats.num_held_back)
 
     async def admit(self) -> None:
         lag = self.rng.choice((0, 0, 0, 1, -1)) if self.is_exact else self.rng.randint(0, 3)
@@ -138,8 +143,19 @@ class Twins:
 SETTINGS: dict[str, dict[str, Any]] = {
     "pace": {},
     "exact": {"staleness_policy": "exact"},
-    "pace adaptive": {"lookahead": "adaptive"},
-    "pace adaptive again": {"lookahead": "adaptive", "max_draws": 2, "max_groups": 5},
+    "pace adaptive": {
+        "lookahead": "adaptive",
+        "groups_per_step": 1,
+        "max_staleness": 5,
+        "max_groups": 12,
+    },
+    "pace adaptive again": {
+        "lookahead": "adaptive",
+        "groups_per_step": 1,
+        "max_staleness": 5,
+        "max_draws": 2,
+        "max_groups": 5,
+    },
     "pace again": {"max_draws": 2, "draw_by": "freshest"},
     "pace uniform": {"draw_by": "uniform", "seed": 3},
     "pace queue": {"limiter": "queue", "queue_size": 3, "max_bytes": 6000},
@@ -165,9 +181,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_redis_and_memory_agree_on_random_sequences_of_calls(server, seed, settings):
     twins = Twins(server.url, seed, settings)
-    for _ in range(500 if twins.is_exact else 250):
+    is_adaptive = settings.get("lookahead") == "adaptive"
+    for _ in range(500 if twins.is_exact or is_adaptive else 250):
         await twins.step()
     assert twins.learner > 5
+    assert not is_adaptive or len(twins.held_back) > 2, "it was given back now and then"
     for store in twins.stores:
         await store.close()
 

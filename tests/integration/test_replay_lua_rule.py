@@ -124,29 +124,37 @@ def test_lua_and_python_agree_on_the_limiter(server, limiter, size, inserts, sam
 
 ASK_LOOKAHEAD = """
 local arg = cmsgpack.unpack(ARGV[1])
-local held_back, least, num_draws, num_doublings = unpack(arg.before)
+local held_back, least, seen, num_draws, num_doublings = unpack(arg.before)
 local most = most_outstanding(held_back, arg.step, arg.window)
 return {most, after_draw(
-  held_back, least, num_draws, num_doublings, arg.num_left, arg.step, arg.window)}
+  held_back, least, seen, num_draws, num_doublings,
+  arg.num_left, arg.outstanding, arg.step, arg.window)}
 """
 
 
 @given(
     st.builds(
-        Lookahead, st.integers(0, 40), st.integers(0, 40), st.integers(-9, 130), st.integers(0, 4)
+        Lookahead,
+        st.integers(0, 40),
+        st.integers(0, 40),
+        st.integers(0, 40),
+        st.integers(-9, 130),
+        st.integers(0, 4),
     ),
     st.integers(-9, 40),
+    st.integers(0, 40),
     st.integers(1, 9),
     st.integers(0, 40),
 )
 @settings(
     max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_lua_and_python_agree_on_the_lookahead(server, before, num_left, step, more):
+def test_lua_and_python_agree_on_the_lookahead(server, before, num_left, outstanding, step, more):
     window = step + more
     arguments = {
         "before": msgspec.structs.astuple(before),
         "num_left": num_left,
+        "outstanding": outstanding,
         "step": step,
         "window": window,
     }
@@ -154,7 +162,7 @@ def test_lua_and_python_agree_on_the_lookahead(server, before, num_left, step, m
         script = lua_text("rule") + ASK_LOOKAHEAD
         most, *after = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
     assert most == before.most_outstanding(step, window)
-    assert Lookahead(*after) == before.after_draw(num_left, step, window)
+    assert Lookahead(*after) == before.after_draw(num_left, outstanding, step, window)
 
 
 ASK_SCORES = """

@@ -13,50 +13,55 @@ from leeway.replay.lookahead import Lookahead
 STEP, WINDOW = 16, 80
 
 
-def after(*left: int, start: Lookahead | None = None) -> Lookahead:
+def after(*left: int, start: Lookahead | None = None, outstanding: int = 64) -> Lookahead:
     """Behind draws that left so many groups."""
     lookahead = Lookahead() if start is None else start
     for num_left in left:
-        lookahead = lookahead.after_draw(num_left, STEP, WINDOW)
+        lookahead = lookahead.after_draw(num_left, outstanding, STEP, WINDOW)
     return lookahead
 
 
 def test_what_no_draw_needed_is_held_back_but_for_a_quarter_of_a_step():
-    assert after(50, *[48] * 6) == Lookahead(0, 48, 7)
+    assert after(50, *[48] * 6) == Lookahead(0, 48, 64, 7)
     held_back = after(50, *[48] * 7)
-    assert held_back == Lookahead(48 - 4, 0, -5)
-    assert held_back.most_outstanding(STEP, WINDOW) == 36
+    assert held_back == Lookahead(80 - (64 - 44), num_draws=-4)
+    assert held_back.most_outstanding(STEP, WINDOW) == 20
 
 
-def test_the_emptiest_of_eight_draws_counts():
-    assert after(*[48] * 7, 9).held_back == 9 - 4
+def test_the_emptiest_and_the_fullest_of_eight_draws_count():
+    assert after(*[48] * 7, 9).held_back == 80 - (64 - 5)
     assert after(*[48] * 7, 3) == Lookahead()
     assert after(3, *[48] * 7) == Lookahead()
+    start = after(*[48] * 7, outstanding=64)
+    assert after(48, start=start, outstanding=70).held_back == 80 - (70 - 44)
 
 
 def test_draws_that_may_take_what_was_admitted_before_do_not_count():
     held_back = after(*[48] * 8)
-    # Five steps of 80 groups are still there; behind them 8 draws leave 6 at least.
-    assert after(*[0] * 5, *[6] * 8, start=held_back).held_back == 44 + 2
-    assert after(*[0] * 6, *[6] * 7, start=held_back) == Lookahead(44)
+    # Four steps of 64 groups are still there; behind them 8 draws leave 6 at least.
+    then = after(*[0] * 4, *[6] * 8, start=held_back, outstanding=20)
+    assert then.held_back == 80 - (20 - 2)
+    assert after(*[0] * 5, *[6] * 7, start=held_back, outstanding=20) == Lookahead(60)
 
 
 def test_a_step_is_always_admitted():
     lookahead = after(*[64] * 8)
-    assert lookahead.held_back == 60
-    for _ in range(5):
-        lookahead = after(*[64] * 20, start=lookahead)
-    assert lookahead.held_back == 64
+    assert lookahead == Lookahead(64, num_draws=-4)
     assert lookahead.most_outstanding(STEP, WINDOW) == STEP
 
 
 def test_a_short_draw_gives_a_step_back_and_more_draws_are_looked_at():
     lookahead = after(*[48] * 8, -1)
-    assert lookahead == Lookahead(44 - 16, 0, 0, 1)
-    assert after(*[20] * 15, start=lookahead) == Lookahead(28, 20, 15, 1)
-    assert after(*[20] * 16, start=lookahead).held_back == 28 + 16
-    assert after(-1, -1, -1, start=lookahead) == Lookahead(0, 0, 0, 3)
-    assert after(*[-1] * 9, start=Lookahead(70)).num_doublings == 4
+    assert lookahead == Lookahead(60 - 16, num_doublings=1)
+    assert after(*[20] * 15, start=lookahead, outstanding=36) == Lookahead(44, 20, 36, 15, 1)
+    assert after(*[20] * 16, start=lookahead, outstanding=36).held_back == 80 - (36 - 16)
+    assert after(-1, -1, -1, start=lookahead) == Lookahead(num_doublings=4)
+    assert after(-1, start=Lookahead(20, num_doublings=4)) == Lookahead(4, num_doublings=4)
+
+
+def test_fewer_are_never_held_back_but_for_a_short_draw():
+    # Limits let more be there than is admitted: what was drawn came from before.
+    assert after(*[48] * 8, start=Lookahead(70), outstanding=80) == Lookahead(64)
 
 
 def test_a_short_draw_with_nothing_held_back_is_nobodys_fault():
@@ -65,14 +70,19 @@ def test_a_short_draw_with_nothing_held_back_is_nobodys_fault():
 
 def test_lower_limits_leave_a_step():
     assert Lookahead(44).most_outstanding(STEP, 32) == STEP
-    assert Lookahead(44).after_draw(0, STEP, 32).held_back == 16
+    assert Lookahead(44).after_draw(0, 16, STEP, 32).held_back == 16
 
 
-@given(st.lists(st.integers(-20, 100), max_size=300), st.integers(1, 9), st.integers(0, 40))
-def test_it_stays_between_a_step_and_the_window(left, step, more):
+@given(
+    st.lists(st.tuples(st.integers(-20, 100), st.integers(0, 100)), max_size=300),
+    st.integers(1, 9),
+    st.integers(0, 40),
+)
+def test_it_stays_between_a_step_and_the_window(draws, step, more):
     lookahead, window = Lookahead(), step + more
-    for num_left in left:
-        before, lookahead = lookahead, lookahead.after_draw(num_left, step, window)
+    for num_left, num_outstanding in draws:
+        before = lookahead
+        lookahead = lookahead.after_draw(num_left, num_outstanding, step, window)
         assert 0 <= lookahead.held_back <= more
         assert step <= lookahead.most_outstanding(step, window) <= window
         assert num_left >= 0 or lookahead.held_back == max(0, before.held_back - step)
