@@ -41,9 +41,7 @@ class Twins:
             }
         )
         self.is_exact = config.staleness_policy == "exact"
-        # Groups are held back where draws are fewer than they might be.
-        num_draws, num_releases = (2, 0.5) if config.is_adaptive else (5, 2)
-        self.weights = (5, 10, 1, 1, num_draws, 5, num_releases, 0.3)
+        self.is_adaptive = config.is_adaptive
         run = f"test-{uuid.uuid4().hex}"
         self.stores: tuple[Replay, Replay] = (RedisReplay(url, run, config), MemoryReplay(config))
         self.rng = random.Random(seed)
@@ -67,9 +65,16 @@ class Twins:
         except (WaitTimeout, SlotExpired) as error:
             return error
 
+    def weights(self) -> tuple[float, float, float]:
+        """Of draws, acknowledgements and releases. A learner that is slow and then fast has groups
+        held back and given back."""
+        if not self.is_adaptive:
+            return 5, 5, 2
+        return (2, 5, 0.5) if self.learner % 30 < 20 else (15, 9, 0.5)
+
     async def step(self) -> None:
         kinds = ("admit", "add", "prioritise", "drop", "draw", "finish", "release", "restore")
-        await getattr(self, self.rng.choices(kinds, self.weights)[0])()
+        await getattr(self, self.rng.choices(kinds, (5, 10, 1, 1, *self.weights(), 0.3))[0])()
         redis_stats, memory_stats = [await store.stats() for store in self.stores]
         even = dict.fromkeys(("wait_room_s", "play_s", "wait_data_s", "train_s"), 0.0)
         even |= {"slots": (), "leases": ()}
@@ -146,15 +151,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pace adaptive": {
         "lookahead": "adaptive",
         "groups_per_step": 1,
-        "max_staleness": 5,
-        "max_groups": 12,
+        "max_staleness": 9,
+        "max_groups": 20,
     },
     "pace adaptive again": {
         "lookahead": "adaptive",
         "groups_per_step": 1,
-        "max_staleness": 5,
+        "max_staleness": 9,
         "max_draws": 2,
-        "max_groups": 5,
     },
     "pace again": {"max_draws": 2, "draw_by": "freshest"},
     "pace uniform": {"draw_by": "uniform", "seed": 3},
@@ -181,11 +185,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_redis_and_memory_agree_on_random_sequences_of_calls(server, seed, settings):
     twins = Twins(server.url, seed, settings)
-    is_adaptive = settings.get("lookahead") == "adaptive"
-    for _ in range(500 if twins.is_exact or is_adaptive else 250):
+    for _ in range(500 if twins.is_exact else 1000 if twins.is_adaptive else 250):
         await twins.step()
     assert twins.learner > 5
-    assert not is_adaptive or len(twins.held_back) > 2, "it was given back now and then"
+    assert not twins.is_adaptive or len(twins.held_back) > 2, "held back, and given back in part"
     for store in twins.stores:
         await store.close()
 
