@@ -91,9 +91,10 @@ class Buffer:
         self.waits: dict[str, tuple[Waiting, float]] = {}
         """Who waits, and since when by the clock."""
         self._lookahead = Lookahead()
-        self._first_try: tuple[int, int] | None = None
-        """What the first try of the next step found: ready groups less that step, and outstanding
-        ones. None before it."""
+        self._outstanding = 0
+        """Groups played and ready when the last step ended."""
+        self._first_left: int | None = None
+        """What the first try of the next step found ready, less that step; None before it."""
         self._largest = 0
         self._drawn_until = 0.0
         self._evicted_until = 0.0
@@ -345,9 +346,8 @@ class Buffer:
         version, step = self.next_version, c.groups_per_step
         num_again = sum(self.groups[i].record.draws > 0 for i in self._free())
         bounds = (version, c.max_staleness, step, c.staleness_policy, num_again)
-        if self._first_try is None:
-            num_outstanding = self.ready_counts().total() + len(self.slots)
-            self._first_try = (len(self._free()) - step, num_outstanding)
+        if self._first_left is None:
+            self._first_left = len(self._free()) - step
         plan = drawable(self.ready_counts(), self.playing(), *bounds)
         inserts, samples = self.counts["inserts"], self.counts["samples"]
         if not plan.is_ready or not self.limiter.may_sample(
@@ -361,8 +361,9 @@ class Buffer:
             self.groups[group_id].lease_id = lease_id
         self.counts.update(drawn=step, samples=step)
         if c.is_adaptive:
-            self._lookahead = self._lookahead.after_draw(*self._first_try, step, c.reach)
-        self._first_try = None
+            found = (self._first_left, self._outstanding)
+            self._lookahead = self._lookahead.after_draw(*found, step, c.reach)
+        self._first_left = None
         payloads: list[bytes | memoryview] = [self.groups[group_id].payload for group_id in ids]
         return lease_id, Drawn(version, self.ramp_version, ids, payloads)
 
@@ -419,6 +420,7 @@ class Buffer:
         if lease is None:
             return "expired"
         _remember(self._acknowledged, lease_id)
+        self._outstanding = self.ready_counts().total() + len(self.slots)
         self.learner_version = max(self.learner_version, version)
         self.counts["trained"] += len(lease.ids)
         self.seconds["train"] += self._clock() - lease.since_s
@@ -456,7 +458,7 @@ class Buffer:
         for lease_id in list(self.leases):
             self.return_lease(lease_id)
         self.learner_version = self.ramp_version = version
-        self._first_try = None
+        self._first_left = None
         lost_groups = [i for i, g in self.groups.items() if g.record.newest > version]
         for group_id in lost_groups:
             self._drop_group(group_id, "lost-version")

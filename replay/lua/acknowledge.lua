@@ -5,6 +5,8 @@ if not packed_lease then
 end
 local lease = cmsgpack.unpack(packed_lease)
 local drawn_next = next_version()
+S.outstanding = S.num_slots
+for _, n in pairs(S.ready) do S.outstanding = S.outstanding + n end
 call('ZREM', key.leases, arg.lease_id)
 call('HDEL', key.lease, arg.lease_id)
 call('ZADD', key.acknowledged, now, arg.lease_id)

@@ -24,10 +24,8 @@ if c.policy == 'exact' then
 end
 
 -- What the first try of a step finds is what there was without waiting.
-if c.is_adaptive == 1 and S.is_tried == 0 then
-  local ready = num_ready()
-  S.is_tried, S.first_left = 1, ready - step
-  S.first_outstanding = ready - num_again() + S.num_slots
+if S.is_tried == 0 then
+  S.is_tried, S.first_left = 1, num_ready() - step
 end
 
 local version = next_version()
@@ -111,9 +109,9 @@ S.num_leases = S.num_leases + 1
 S.samples = S.samples + step
 S.num_drawn = S.num_drawn + step
 if c.is_adaptive == 1 then
-  S.held_back, S.least_left, S.most_seen, S.num_seen, S.num_doublings = after_draw(
-    S.held_back, S.least_left, S.most_seen, S.num_seen, S.num_doublings,
-    S.first_left, S.first_outstanding, step, reach)
+  S.held_back, S.most_needed, S.num_seen, S.num_doublings = after_draw(
+    S.held_back, S.most_needed, S.num_seen, S.num_doublings,
+    S.first_left, S.outstanding, step, reach)
 end
 S.is_tried = 0
 grant()

@@ -85,23 +85,22 @@ local NUM_DRAWS, MOST_DOUBLINGS = 8, 4
 
 local function most_outstanding(held_back, step, window) return math.max(step, window - held_back) end
 
--- Returns held_back, least_left, most_seen, num_draws and num_doublings behind a draw.
+-- Returns held_back, most_needed, num_draws and num_doublings behind a draw.
 local function after_draw(
-  held_back, least, most, num_draws, num_doublings, num_left, num_outstanding, step, window)
+  held_back, most, num_draws, num_doublings, num_left, num_outstanding, step, window)
   held_back = math.min(held_back, window - step)
   if num_left < 0 then
     local more = held_back > 0 and 1 or 0
-    return math.max(0, held_back - step), 0, 0, 0, math.min(MOST_DOUBLINGS, num_doublings + more)
+    return math.max(0, held_back - step), 0, 0, math.min(MOST_DOUBLINGS, num_doublings + more)
   end
-  local is_first = num_draws <= 0
-  least = is_first and num_left or math.min(least, num_left)
-  most = is_first and num_outstanding or math.max(most, num_outstanding)
+  local needed = num_outstanding - num_left
+  most = num_draws <= 0 and needed or math.max(most, needed)
   num_draws = num_draws + 1
   if num_draws < NUM_DRAWS * 2 ^ num_doublings then
-    return held_back, least, most, num_draws, num_doublings
+    return held_back, most, num_draws, num_doublings
   end
-  local surplus = math.max(0, least - math.ceil(step / 4))
-  local wanted = window - math.max(step, most - surplus)
-  if surplus == 0 or wanted <= held_back then return held_back, 0, 0, 0, num_doublings end
-  return wanted, 0, 0, -math.ceil(most / step), num_doublings
+  local admitted = window - held_back
+  local wanted = math.max(step, most + math.ceil(step / 4))
+  if wanted >= admitted then return held_back, 0, 0, num_doublings end
+  return window - wanted, 0, -math.ceil(admitted / step), num_doublings
 end

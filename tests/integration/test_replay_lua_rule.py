@@ -124,10 +124,10 @@ def test_lua_and_python_agree_on_the_limiter(server, limiter, size, inserts, sam
 
 ASK_LOOKAHEAD = """
 local arg = cmsgpack.unpack(ARGV[1])
-local held_back, least, seen, num_draws, num_doublings = unpack(arg.before)
+local held_back, most_needed, num_draws, num_doublings = unpack(arg.before)
 local most = most_outstanding(held_back, arg.step, arg.window)
 return {most, after_draw(
-  held_back, least, seen, num_draws, num_doublings,
+  held_back, most_needed, num_draws, num_doublings,
   arg.num_left, arg.outstanding, arg.step, arg.window)}
 """
 
@@ -136,8 +136,7 @@ return {most, after_draw(
     st.builds(
         Lookahead,
         st.integers(0, 40),
-        st.integers(0, 40),
-        st.integers(0, 40),
+        st.integers(-40, 40),
         st.integers(-9, 130),
         st.integers(0, 4),
     ),

@@ -22,45 +22,45 @@ def after(*left: int, start: Lookahead | None = None, outstanding: int = 64) -> 
 
 
 def test_what_no_draw_needed_is_held_back_but_for_a_quarter_of_a_step():
-    assert after(50, *[48] * 6) == Lookahead(0, 48, 64, 7)
-    held_back = after(50, *[48] * 7)
-    assert held_back == Lookahead(80 - (64 - 44), num_draws=-4)
-    assert held_back.most_outstanding(STEP, WINDOW) == 20
+    assert after(48, *[40] * 6) == Lookahead(0, 24, 7)
+    held_back = after(48, *[40] * 7)
+    assert held_back == Lookahead(80 - 28, num_draws=-5)
+    assert held_back.most_outstanding(STEP, WINDOW) == 28
 
 
-def test_the_emptiest_and_the_fullest_of_eight_draws_count():
-    assert after(*[48] * 7, 9).held_back == 80 - (64 - 5)
-    assert after(*[48] * 7, 3) == Lookahead()
-    assert after(3, *[48] * 7) == Lookahead()
-    start = after(*[48] * 7, outstanding=64)
-    assert after(48, start=start, outstanding=70).held_back == 80 - (70 - 44)
+def test_the_neediest_of_eight_draws_counts():
+    assert after(*[40] * 7, 9).held_back == 80 - (64 - 9 + 4)
+    assert after(9, *[40] * 7).held_back == 80 - (64 - 9 + 4)
+    start = after(*[40] * 7)
+    assert after(2, start=start, outstanding=78) == Lookahead()
+    assert after(3, start=start, outstanding=78).held_back == 1
 
 
 def test_draws_that_may_take_what_was_admitted_before_do_not_count():
-    held_back = after(*[48] * 8)
-    # Four steps of 64 groups are still there; behind them 8 draws leave 6 at least.
-    then = after(*[0] * 4, *[6] * 8, start=held_back, outstanding=20)
-    assert then.held_back == 80 - (20 - 2)
-    assert after(*[0] * 5, *[6] * 7, start=held_back, outstanding=20) == Lookahead(60)
+    held_back = after(*[40] * 8)
+    # Five steps of 80 groups may still be there; behind them 8 draws need 22.
+    then = after(*[0] * 5, *[6] * 8, start=held_back, outstanding=28)
+    assert then == Lookahead(80 - 26, num_draws=-2)
+    assert after(*[0] * 6, *[6] * 7, start=held_back, outstanding=28) == Lookahead(52)
 
 
 def test_a_step_is_always_admitted():
     lookahead = after(*[64] * 8)
-    assert lookahead == Lookahead(64, num_draws=-4)
+    assert lookahead == Lookahead(64, num_draws=-5)
     assert lookahead.most_outstanding(STEP, WINDOW) == STEP
 
 
 def test_a_short_draw_gives_a_step_back_and_more_draws_are_looked_at():
-    lookahead = after(*[48] * 8, -1)
-    assert lookahead == Lookahead(60 - 16, num_doublings=1)
-    assert after(*[20] * 15, start=lookahead, outstanding=36) == Lookahead(44, 20, 36, 15, 1)
-    assert after(*[20] * 16, start=lookahead, outstanding=36).held_back == 80 - (36 - 16)
+    lookahead = after(*[40] * 8, -1)
+    assert lookahead == Lookahead(52 - 16, num_doublings=1)
+    assert after(*[20] * 15, start=lookahead, outstanding=44) == Lookahead(36, 24, 15, 1)
+    assert after(*[20] * 16, start=lookahead, outstanding=44).held_back == 52
     assert after(-1, -1, -1, start=lookahead) == Lookahead(num_doublings=4)
     assert after(-1, start=Lookahead(20, num_doublings=4)) == Lookahead(4, num_doublings=4)
 
 
 def test_fewer_are_never_held_back_but_for_a_short_draw():
-    # Limits let more be there than is admitted: what was drawn came from before.
+    # More is there than is admitted: it came before limits were lowered.
     assert after(*[48] * 8, start=Lookahead(70), outstanding=80) == Lookahead(64)
 
 
