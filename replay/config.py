@@ -35,10 +35,11 @@ class ReplayConfig(FrozenModel):
     drop: groups are admitted as long as there is room; those that grow too old are dropped and
     counted. exact, for experiments: after a ramp of max_staleness steps every trained token is
     exactly max_staleness versions old; nothing is generated while the learner trains."""
-    lookahead: Literal["full", "adaptive"] = "full"
-    """Under pace, how far ahead of the learner groups are admitted. full: as far as max_staleness
-    allows. adaptive: no farther than the learner has needed lately, so what it trains is younger
-    where it is slower than the rollouts."""
+    lookahead: Literal["full", "adaptive"] | None = None
+    """How far ahead of the learner groups are admitted. full: as far as max_staleness allows.
+    adaptive: no farther than the learner has needed lately, so what it trains is younger where it
+    is slower than the rollouts. None: adaptive under pace, unless there is a limiter or max_draws
+    is above 1."""
     draw_by: Selector = "fifo"
     """Which groups are drawn first. fifo: oldest version, then first to arrive. lifo: last to
     arrive. freshest: newest version. uniform: any. prioritised: in proportion to the spread of the
@@ -93,7 +94,12 @@ class ReplayConfig(FrozenModel):
     @property
     def is_adaptive(self) -> bool:
         """Whether less than the window may be admitted."""
-        return self.lookahead == "adaptive"
+        return self._may_adapt and self.lookahead != "full"
+
+    @property
+    def _may_adapt(self) -> bool:
+        """Whether nothing else decides how many groups there are."""
+        return self.staleness_policy == "pace" and self.limiter == "none" and self.max_draws == 1
 
     def of_shard(self) -> Self:
         """What each shard keeps: 16 groups a step and 1024 in 4 shards -> 4 and 256."""
@@ -153,11 +159,12 @@ class ReplayConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_that_lookahead_is_alone(self) -> Self:
-        if self.is_adaptive and (self.staleness_policy != "pace" or self.limiter != "none"):
+        if self.lookahead == "adaptive" and not self._may_adapt:
             raise ValueError(
                 'lookahead = "adaptive" admits as many groups as the learner needs, and needs '
-                'staleness_policy = "pace" and limiter = "none", not '
-                f'"{self.staleness_policy}" and "{self.limiter}", which decide that themselves'
+                'staleness_policy = "pace", limiter = "none" and max_draws = 1, not '
+                f'"{self.staleness_policy}", "{self.limiter}" and {self.max_draws}, which decide '
+                "that themselves"
             )
         return self
 

@@ -126,6 +126,13 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
     "bench learner": _of(("bench learner --json", "one JSON line last")),
     "bench decode": _of(("bench decode --quick", "in under 45 s")),
     "bench replay": _of(("bench replay --quick --json", "in under 45 s, one JSON line last")),
+    "bench lookahead": _of(
+        ("bench lookahead --quick", "in under 45 s"),
+        (
+            "bench lookahead --step-s 4 --play-s 6 --max-staleness 4 --max-staleness 16",
+            "by figures of a run of yours: which bound it needs",
+        ),
+    ),
     "bench publish": _of(
         ("bench publish --json", "one JSON line last"),
         ("bench publish --shape 1.5B", "one model, in half the time"),

@@ -71,6 +71,38 @@ def bench_replay(as_json: JsonLast = False, quick: Quick = False) -> None:
     show(run(quick=quick), as_json=as_json)
 
 
+@bench_app.command("lookahead")
+def bench_lookahead(
+    as_json: JsonLast = False,
+    quick: Quick = False,
+    groups: Annotated[int | None, typer.Option(help="Groups of a step.")] = None,
+    in_flight: Annotated[
+        int | None, typer.Option(help="Groups that rollout workers play at once.")
+    ] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds of a learner's step.")] = None,
+    play_s: Annotated[float | None, typer.Option(help="Mean seconds to play a group.")] = None,
+    spread: Annotated[
+        float | None, typer.Option(help="Standard deviation of their logarithm.")
+    ] = None,
+    max_staleness: Annotated[
+        list[int] | None, typer.Option(help="A bound to try. May be given often.")
+    ] = None,
+) -> None:
+    """What a bound on staleness costs, and an adaptive lookahead against a full one; simulated."""
+    from leeway.services.bench.lookahead import Load, of_options, run
+    from leeway.services.bench.report import show
+
+    load = of_options(
+        Load("as given"),
+        groups_per_step=groups,
+        in_flight=in_flight,
+        step_s=step_s,
+        play_s=play_s,
+        spread=spread,
+    )
+    show(run(quick=quick, load=load, bounds=tuple(max_staleness or ())), as_json=as_json)
+
+
 @bench_app.command("publish")
 def bench_publish(
     as_json: JsonLast = False,

@@ -63,6 +63,7 @@ class Load:
             groups_per_step=GROUPS_PER_STEP,
             max_groups=self.max_groups,
             max_staleness=100_000,
+            lookahead="full",
         )
 
     def group(self) -> Group:

@@ -207,13 +207,16 @@ def _keys_of(axis: str, value: Any) -> dict[str, Any]:
 
 
 def _derived(sweep: Sweep, values: Mapping[str, Any], base: RunConfig) -> dict[str, Any]:
-    """What follows from the mode: the staleness policy, a buffer that holds the window; and ||C||
-    is measured under every objective that clips."""
+    """What follows from the mode: staleness policy, lookahead, a buffer that holds the window; and
+    ||C|| is measured under every objective that clips."""
     found: dict[str, Any] = {}
     if sweep.file.mode == "exact":
         found["replay.staleness_policy"] = "exact"
     elif values.get("replay.staleness_policy", base.replay.staleness_policy) == "exact":
         found["replay.staleness_policy"] = "pace"
+    # What varies is the bound: arms that admit only what they need would all be equally stale.
+    if sweep.file.mode == "bound" and values.get("replay.lookahead", base.replay.lookahead) is None:
+        found["replay.lookahead"] = "full"
     lag = int(values.get("replay.max_staleness", base.replay.max_staleness))
     step = int(values.get("replay.groups_per_step", base.replay.groups_per_step))
     held = int(values.get("replay.max_groups", base.replay.max_groups))

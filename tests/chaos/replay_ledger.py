@@ -39,7 +39,7 @@ def configs(draw: st.DrawFn) -> ReplayConfig:
     window = (staleness + 1) * step
     max_draws = 1 if is_exact else draw(st.integers(1, 3))
     limiter = draw(st.sampled_from(["none", "min-size", "queue", "sample-to-insert"]))
-    may_adapt = policy == "pace" and limiter == "none"
+    may_adapt = policy == "pace" and limiter == "none" and max_draws == 1
     least = window if is_exact else step
     ratio = 1.0
     if limiter == "sample-to-insert" and not is_exact:

@@ -154,11 +154,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_staleness": 9,
         "max_groups": 20,
     },
-    "pace adaptive again": {
+    "pace adaptive bounded": {
         "lookahead": "adaptive",
         "groups_per_step": 1,
         "max_staleness": 9,
-        "max_draws": 2,
     },
     "pace again": {"max_draws": 2, "draw_by": "freshest"},
     "pace uniform": {"draw_by": "uniform", "seed": 3},

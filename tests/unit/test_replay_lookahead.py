@@ -90,8 +90,20 @@ def test_it_stays_between_a_step_and_the_window(draws, step, more):
 
 
 @pytest.mark.parametrize(
-    "other", [{"staleness_policy": "drop"}, {"limiter": "queue"}, {"staleness_policy": "exact"}]
+    "other",
+    [
+        {"staleness_policy": "drop"},
+        {"staleness_policy": "exact"},
+        {"limiter": "queue"},
+        {"max_draws": 2},
+    ],
 )
 def test_it_is_refused_beside_what_decides_the_same(other):
     with pytest.raises(ValidationError, match=r'lookahead = "adaptive" .* needs staleness_policy'):
         ReplayConfig.model_validate({"lookahead": "adaptive", **other})
+    assert not ReplayConfig.model_validate(other).is_adaptive
+
+
+def test_it_is_what_a_run_has_unless_it_says_otherwise():
+    assert ReplayConfig().is_adaptive
+    assert not ReplayConfig(lookahead="full").is_adaptive
