@@ -5,7 +5,9 @@ A window that is always full makes every group wait in the buffer until it is as
 draw tells how many groups it needed: of those that were outstanding (played or ready) all but the
 ones that it left ready. Where the most that any of the last draws needed is less than what is
 admitted, only so many are admitted from then on, and what is trained is that much younger. A draw
-that finds too little gives a step back.
+that finds too few gives as many back, a quarter of a step at least. So does one that waited for a
+group that was due, and counting begins anew: rollouts went on meanwhile, so what it left ready says
+nothing, and a learner that stragglers hold up should have the more to go on with behind them.
 
 The unit is a group. One step's are always admitted, so a step can always be drawn.
 
@@ -55,24 +57,30 @@ class Lookahead(msgspec.Struct, frozen=True):
         """
         return max(step, window - self.held_back)
 
-    def after_draw(self, num_left: int, num_outstanding: int, step: int, window: int) -> Lookahead:
+    def after_draw(
+        self, num_left: int, num_outstanding: int, was_blocked: bool, step: int, window: int
+    ) -> Lookahead:
         """Behind a draw that found `num_left` ready groups more than its step when it was first
-        tried, below 0 if fewer; `num_outstanding` were when the step before ended.
+        tried, below 0 if fewer; `num_outstanding` were when the step before ended. `was_blocked`:
+        it waited for groups that were due.
 
         16 a step of a window of 80, 64 outstanding. Left 48, then seven times 40: most needed 24,
-        so 80 - 28 = 52 are held back. Short then -> 36, and 16 draws are looked at.
+        so 80 - 28 = 52 are held back. Six short then -> 46, and 16 draws are looked at.
         """
-        held_back = min(self.held_back, window - step)
+        held_back, reserve = min(self.held_back, window - step), math.ceil(step / 4)
         if num_left < 0:
             doubled = min(MOST_DOUBLINGS, self.num_doublings + (held_back > 0))
-            return Lookahead(max(0, held_back - step), num_doublings=doubled)
+            given_back = max(reserve, -num_left)
+            return Lookahead(max(0, held_back - given_back), num_doublings=doubled)
+        if was_blocked:
+            return Lookahead(max(0, held_back - reserve), num_doublings=self.num_doublings)
         needed = num_outstanding - num_left
         most = needed if self.num_draws <= 0 else max(self.most_needed, needed)
         num_draws = self.num_draws + 1
         if num_draws < NUM_DRAWS * 2**self.num_doublings:
             return Lookahead(held_back, most, num_draws, self.num_doublings)
         admitted = window - held_back
-        wanted = max(step, most + math.ceil(step / 4))
+        wanted = max(step, most + reserve)
         if wanted >= admitted:
             return Lookahead(held_back, num_doublings=self.num_doublings)
         return Lookahead(window - wanted, 0, -math.ceil(admitted / step), self.num_doublings)

@@ -93,6 +93,8 @@ class Buffer:
         self._lookahead = Lookahead()
         self._outstanding = 0
         """Groups played and ready when the last step ended."""
+        self._was_blocked = False
+        """Whether a try of the next step waits for groups that are due."""
         self._first_left: int | None = None
         """What the first try of the next step found ready, less that step; None before it."""
         self._largest = 0
@@ -353,6 +355,7 @@ class Buffer:
         if not plan.is_ready or not self.limiter.may_sample(
             step, len(self.groups), inserts, samples
         ):
+            self._was_blocked |= bool(plan.blocking)
             return self._shortage(version, plan.missing, plan.blocking, plan.is_ready)
         ids = self._chosen(plan.num_forced)
         lease_id, now = uuid.uuid4().hex, self._clock()
@@ -361,9 +364,9 @@ class Buffer:
             self.groups[group_id].lease_id = lease_id
         self.counts.update(drawn=step, samples=step)
         if c.is_adaptive:
-            found = (self._first_left, self._outstanding)
+            found = (self._first_left, self._outstanding, self._was_blocked)
             self._lookahead = self._lookahead.after_draw(*found, step, c.reach)
-        self._first_left = None
+        self._first_left, self._was_blocked = None, False
         payloads: list[bytes | memoryview] = [self.groups[group_id].payload for group_id in ids]
         return lease_id, Drawn(version, self.ramp_version, ids, payloads)
 
@@ -458,7 +461,7 @@ class Buffer:
         for lease_id in list(self.leases):
             self.return_lease(lease_id)
         self.learner_version = self.ramp_version = version
-        self._first_left = None
+        self._first_left, self._was_blocked = None, False
         lost_groups = [i for i, g in self.groups.items() if g.record.newest > version]
         for group_id in lost_groups:
             self._drop_group(group_id, "lost-version")

@@ -40,6 +40,7 @@ if missing > 0 or blocking_until or is_limited then
     local id, playing_version = slot_of(member)
     if playing_version <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
   end
+  if blocking_until then S.is_tried = 2 end
   refuse(is_limited and 'limiter' or missing > 0 and 'missing' or 'blocked')
   save()
   return cmsgpack.pack({
@@ -111,7 +112,7 @@ S.num_drawn = S.num_drawn + step
 if c.is_adaptive == 1 then
   S.held_back, S.most_needed, S.num_seen, S.num_doublings = after_draw(
     S.held_back, S.most_needed, S.num_seen, S.num_doublings,
-    S.first_left, S.outstanding, step, reach)
+    S.first_left, S.outstanding, S.is_tried == 2, step, reach)
 end
 S.is_tried = 0
 grant()

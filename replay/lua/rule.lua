@@ -87,12 +87,15 @@ local function most_outstanding(held_back, step, window) return math.max(step, w
 
 -- Returns held_back, most_needed, num_draws and num_doublings behind a draw.
 local function after_draw(
-  held_back, most, num_draws, num_doublings, num_left, num_outstanding, step, window)
+  held_back, most, num_draws, num_doublings,
+  num_left, num_outstanding, was_blocked, step, window)
   held_back = math.min(held_back, window - step)
+  local reserve = math.ceil(step / 4)
   if num_left < 0 then
-    local more = held_back > 0 and 1 or 0
-    return math.max(0, held_back - step), 0, 0, math.min(MOST_DOUBLINGS, num_doublings + more)
+    num_doublings = math.min(MOST_DOUBLINGS, num_doublings + (held_back > 0 and 1 or 0))
+    return math.max(0, held_back - math.max(reserve, -num_left)), 0, 0, num_doublings
   end
+  if was_blocked then return math.max(0, held_back - reserve), 0, 0, num_doublings end
   local needed = num_outstanding - num_left
   most = num_draws <= 0 and needed or math.max(most, needed)
   num_draws = num_draws + 1
@@ -100,7 +103,7 @@ local function after_draw(
     return held_back, most, num_draws, num_doublings
   end
   local admitted = window - held_back
-  local wanted = math.max(step, most + math.ceil(step / 4))
+  local wanted = math.max(step, most + reserve)
   if wanted >= admitted then return held_back, 0, 0, num_doublings end
   return window - wanted, 0, -math.ceil(admitted / step), num_doublings
 end

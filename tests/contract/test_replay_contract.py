@@ -137,7 +137,7 @@ async def test_an_adaptive_lookahead_admits_what_draws_have_needed(build_replay)
     (slot,) = await waiting
     await replay.acknowledge(lease, v(9))
     await train(replay)
-    # Only that one is left, and is played: the draw comes up short, and gives a step back.
+    # Only that one is left, and is played: the draw is two short, and gives them back.
     with pytest.raises(WaitTimeout, match="0 are ready"):
         await replay.draw(SOON_S)
     await replay.add(slot, build_group(slot))
@@ -147,7 +147,7 @@ async def test_an_adaptive_lookahead_admits_what_draws_have_needed(build_replay)
 
 
 async def test_a_full_lookahead_holds_nothing_back(build_replay):
-    replay = build_replay(max_staleness=3, max_groups=20)
+    replay = build_replay(max_staleness=3, max_groups=20, lookahead="full")
     await fill(replay, 8)
     for version in range(12):
         await train(replay)

@@ -37,6 +37,7 @@ class Twins:
                 "max_staleness": 2,
                 "max_groups": 9,
                 "max_returns": 1,
+                "lookahead": "full",
                 **settings,
             }
         )

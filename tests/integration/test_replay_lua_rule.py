@@ -128,7 +128,7 @@ local held_back, most_needed, num_draws, num_doublings = unpack(arg.before)
 local most = most_outstanding(held_back, arg.step, arg.window)
 return {most, after_draw(
   held_back, most_needed, num_draws, num_doublings,
-  arg.num_left, arg.outstanding, arg.step, arg.window)}
+  arg.num_left, arg.outstanding, arg.was_blocked, arg.step, arg.window)}
 """
 
 
@@ -142,18 +142,22 @@ return {most, after_draw(
     ),
     st.integers(-9, 40),
     st.integers(0, 40),
+    st.booleans(),
     st.integers(1, 9),
     st.integers(0, 40),
 )
 @settings(
     max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_lua_and_python_agree_on_the_lookahead(server, before, num_left, outstanding, step, more):
+def test_lua_and_python_agree_on_the_lookahead(
+    server, before, num_left, outstanding, was_blocked, step, more
+):
     window = step + more
     arguments = {
         "before": msgspec.structs.astuple(before),
         "num_left": num_left,
         "outstanding": outstanding,
+        "was_blocked": was_blocked,
         "step": step,
         "window": window,
     }
@@ -161,7 +165,7 @@ def test_lua_and_python_agree_on_the_lookahead(server, before, num_left, outstan
         script = lua_text("rule") + ASK_LOOKAHEAD
         most, *after = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
     assert most == before.most_outstanding(step, window)
-    assert Lookahead(*after) == before.after_draw(num_left, outstanding, step, window)
+    assert Lookahead(*after) == before.after_draw(num_left, outstanding, was_blocked, step, window)
 
 
 ASK_SCORES = """

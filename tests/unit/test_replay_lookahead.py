@@ -13,11 +13,13 @@ from leeway.replay.lookahead import Lookahead
 STEP, WINDOW = 16, 80
 
 
-def after(*left: int, start: Lookahead | None = None, outstanding: int = 64) -> Lookahead:
+def after(
+    *left: int, start: Lookahead | None = None, outstanding: int = 64, was_blocked: bool = False
+) -> Lookahead:
     """Behind draws that left so many groups."""
     lookahead = Lookahead() if start is None else start
     for num_left in left:
-        lookahead = lookahead.after_draw(num_left, outstanding, STEP, WINDOW)
+        lookahead = lookahead.after_draw(num_left, outstanding, was_blocked, STEP, WINDOW)
     return lookahead
 
 
@@ -50,13 +52,24 @@ def test_a_step_is_always_admitted():
     assert lookahead.most_outstanding(STEP, WINDOW) == STEP
 
 
-def test_a_short_draw_gives_a_step_back_and_more_draws_are_looked_at():
-    lookahead = after(*[40] * 8, -1)
-    assert lookahead == Lookahead(52 - 16, num_doublings=1)
-    assert after(*[20] * 15, start=lookahead, outstanding=44) == Lookahead(36, 24, 15, 1)
-    assert after(*[20] * 16, start=lookahead, outstanding=44).held_back == 52
-    assert after(-1, -1, -1, start=lookahead) == Lookahead(num_doublings=4)
-    assert after(-1, start=Lookahead(20, num_doublings=4)) == Lookahead(4, num_doublings=4)
+def test_a_short_draw_gives_back_what_it_lacked_and_more_draws_are_looked_at():
+    lookahead = after(*[40] * 8, -6)
+    assert lookahead == Lookahead(52 - 6, num_doublings=1)
+    assert after(*[10] * 15, start=lookahead, outstanding=34) == Lookahead(46, 24, 15, 1)
+    assert after(*[10] * 16, start=lookahead, outstanding=34).held_back == 52
+    assert after(-1, start=lookahead).held_back == 46 - 4, "a quarter of a step at least"
+    assert after(-16, -16, -16, start=lookahead) == Lookahead(num_doublings=4)
+    assert after(-1, start=Lookahead(20, num_doublings=4)) == Lookahead(16, num_doublings=4)
+
+
+def test_a_draw_that_waited_for_a_group_that_was_due_gives_back_and_counts_anew():
+    seven = after(*[40] * 7)
+    blocked = after(40, start=seven, was_blocked=True)
+    assert blocked == Lookahead()
+    assert after(*[40] * 7, start=blocked) == seven
+    assert after(40, start=Lookahead(52, num_draws=-5), was_blocked=True) == Lookahead(48)
+    short = after(-6, start=Lookahead(52), was_blocked=True)
+    assert short == Lookahead(46, num_doublings=1), "it lacked groups before it waited for that"
 
 
 def test_fewer_are_never_held_back_but_for_a_short_draw():
@@ -70,23 +83,23 @@ def test_a_short_draw_with_nothing_held_back_is_nobodys_fault():
 
 def test_lower_limits_leave_a_step():
     assert Lookahead(44).most_outstanding(STEP, 32) == STEP
-    assert Lookahead(44).after_draw(0, 16, STEP, 32).held_back == 16
+    assert Lookahead(44).after_draw(0, 16, False, STEP, 32).held_back == 16
 
 
 @given(
-    st.lists(st.tuples(st.integers(-20, 100), st.integers(0, 100)), max_size=300),
+    st.lists(st.tuples(st.integers(-20, 100), st.integers(0, 100), st.booleans()), max_size=300),
     st.integers(1, 9),
     st.integers(0, 40),
 )
 def test_it_stays_between_a_step_and_the_window(draws, step, more):
     lookahead, window = Lookahead(), step + more
-    for num_left, num_outstanding in draws:
+    for num_left, num_outstanding, was_blocked in draws:
         before = lookahead
-        lookahead = lookahead.after_draw(num_left, num_outstanding, step, window)
+        lookahead = lookahead.after_draw(num_left, num_outstanding, was_blocked, step, window)
         assert 0 <= lookahead.held_back <= more
         assert step <= lookahead.most_outstanding(step, window) <= window
-        assert num_left >= 0 or lookahead.held_back == max(0, before.held_back - step)
-        assert num_left < 0 or lookahead.held_back >= before.held_back
+        assert num_left >= 0 or lookahead.held_back <= max(0, before.held_back + num_left)
+        assert num_left < 0 or was_blocked or lookahead.held_back >= before.held_back
 
 
 @pytest.mark.parametrize(
