@@ -14,7 +14,7 @@ from leeway.replay.synthetic import build_group
 
 EXACT = ReplayConfig(groups_per_step=2, max_staleness=2, staleness_policy="exact")
 UNIFORM = ReplayConfig(groups_per_step=2, max_staleness=2, draw_by="uniform", max_draws=2)
-STANDING = ReplayConfig(groups_per_step=2, max_staleness=100, draw_by="uniform")
+STANDING = ReplayConfig(groups_per_step=2, max_staleness=100, draw_by="uniform", lookahead="full")
 DROP = ReplayConfig(
     groups_per_step=2, max_staleness=50, staleness_policy="drop", max_groups=12, evict_by="uniform"
 )
