@@ -9,7 +9,9 @@ that finds too few gives as many back, a quarter of a step at least. So does one
 group that was due, and counting begins anew: rollouts went on meanwhile, so what it left ready says
 nothing, and a learner that stragglers hold up should have the more to go on with behind them.
 
-The unit is a group. One step's are always admitted, so a step can always be drawn.
+The unit is a group. One step's are always admitted, so a step can always be drawn. A new buffer
+begins with five steps' at most, what a bound of 4 would admit: where the bound is high, a window
+filled at once would be trained for many steps before any of this could tell.
 
     window of 80 groups, 16 a step; a step ends with 64 outstanding and 56 of them ready
     -> its draw leaves 40 ready, so it needed 64 - 40 = 24: its 16 and the 8 being played
@@ -34,13 +36,15 @@ import msgspec
 NUM_DRAWS: Final = 8
 """Draws that are looked at before groups are held back."""
 MOST_DOUBLINGS: Final = 4
+FIRST_STEPS: Final = 5
+"""Steps whose groups a new buffer admits."""
 
 
 class Lookahead(msgspec.Struct, frozen=True):
     """What a buffer remembers of its draws."""
 
-    held_back: int = 0
-    """Groups of the window that are not admitted."""
+    held_back: int = -1
+    """Groups of the window that are not admitted; -1 before the first draw."""
     most_needed: int = 0
     """Most groups that one of `num_draws` needed."""
     num_draws: int = 0
@@ -49,13 +53,14 @@ class Lookahead(msgspec.Struct, frozen=True):
     num_doublings: int = 0
     """Of the draws to look at."""
 
-    def most_outstanding(self, step: int, window: int) -> int:
-        """Groups that may be played and ready together.
+    def held(self, step: int, window: int) -> int:
+        """Groups of this window that are not admitted.
 
-        80 of the window, 52 held back -> 28; never less than a step, also where limits are lower
-        than they were.
+        16 a step: 52 -> 52 of a window of 80, and 16 of one of 32, for a step always is. Before the
+        first draw 0 of a window of 80, and 32 of one of 112.
         """
-        return max(step, window - self.held_back)
+        wanted = window - FIRST_STEPS * step if self.held_back < 0 else self.held_back
+        return max(0, min(wanted, window - step))
 
     def after_draw(
         self, num_left: int, num_outstanding: int, was_blocked: bool, step: int, window: int
@@ -67,9 +72,9 @@ class Lookahead(msgspec.Struct, frozen=True):
         16 a step of a window of 80, 64 outstanding. Left 48, then seven times 40: most needed 24,
         so 80 - 28 = 52 are held back. Six short then -> 46, and 16 draws are looked at.
         """
-        held_back, reserve = min(self.held_back, window - step), math.ceil(step / 4)
+        held_back, reserve = self.held(step, window), math.ceil(step / 4)
         if num_left < 0:
-            doubled = min(MOST_DOUBLINGS, self.num_doublings + (held_back > 0))
+            doubled = min(MOST_DOUBLINGS, self.num_doublings + (self.held_back > 0))
             given_back = max(reserve, -num_left)
             return Lookahead(max(0, held_back - given_back), num_doublings=doubled)
         if was_blocked:

@@ -152,7 +152,7 @@ class Buffer:
                 c.groups_per_step,
                 c.staleness_policy,
             ),
-            "lookahead": self._most_outstanding() - sum(outstanding.values()),
+            "lookahead": self._room_ahead(outstanding.total()),
             "limiter": self.limiter.room(
                 num_groups, self.counts["inserts"] + len(self.slots), self.counts["samples"]
             ),
@@ -181,16 +181,16 @@ class Buffer:
             return "engine-behind"
         return next((reason for reason, room in rooms.items() if room <= 0), None)
 
-    def _most_outstanding(self) -> float:
-        """Groups that an adaptive lookahead lets be played and ready together."""
-        c = self.config
-        if not c.is_adaptive:
+    def _room_ahead(self, num_outstanding: int) -> float:
+        """Groups that an adaptive lookahead lets be admitted."""
+        if not self.config.is_adaptive:
             return math.inf
-        return self._lookahead.most_outstanding(c.groups_per_step, c.reach)
+        return self.config.reach - self._num_held_back - num_outstanding
 
     @property
     def _num_held_back(self) -> int:
-        return self._lookahead.held_back if self.config.is_adaptive else 0
+        c = self.config
+        return self._lookahead.held(c.groups_per_step, c.reach) if c.is_adaptive else 0
 
     def _evictable(self) -> list[str]:
         """Groups that can make room: those trained before, who owe nothing; under drop all."""

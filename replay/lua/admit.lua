@@ -16,7 +16,7 @@ local window = admissible(
   outstanding, arg.version, next_version(), c.max_staleness, c.groups_per_step, c.policy)
 local ahead = math.huge
 if c.is_adaptive == 1 then
-  ahead = most_outstanding(S.held_back, c.groups_per_step, reach)
+  ahead = reach - num_held_back()
   for _, of_version in pairs(outstanding) do ahead = ahead - of_version end
 end
 
@@ -92,7 +92,7 @@ if reason then
     next_version = next_version(),
     num_groups = num_groups,
     num_bytes = S.num_bytes,
-    num_held_back = c.is_adaptive == 1 and S.held_back or 0,
+    num_held_back = num_held_back(),
     largest = S.largest,
     num_slots = S.num_slots,
     inserts = S.inserts,

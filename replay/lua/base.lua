@@ -31,7 +31,7 @@ if packed_state then
     S.next_expiry, S.config = unpack(cmsgpack.unpack(string.sub(packed_state, S.room_signal)), 1, 9)
 else
   S = {
-    LAYOUT, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+    LAYOUT, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0,
     '0-0', '0-0', false, false, {}, {}, {}, false, false}
 end
 

@@ -75,6 +75,10 @@ local function next_version() return S.learner_version + S.num_leases end
 -- Most groups that the version window and max_groups let exist.
 local reach = math.min((c.max_staleness + 1) * c.groups_per_step, c.max_groups)
 
+local function num_held_back()
+  return c.is_adaptive == 1 and held(S.held_back, c.groups_per_step, reach) or 0
+end
+
 local function expire_at(at)
   if not S.next_expiry or at < S.next_expiry then S.next_expiry = at end
 end

@@ -81,18 +81,21 @@ local function may_sample(limiter, n, size, inserts, samples)
 end
 
 -- The arithmetic of lookahead.py.
-local NUM_DRAWS, MOST_DOUBLINGS = 8, 4
+local NUM_DRAWS, MOST_DOUBLINGS, FIRST_STEPS = 8, 4, 5
 
-local function most_outstanding(held_back, step, window) return math.max(step, window - held_back) end
+local function held(held_back, step, window)
+  local wanted = held_back < 0 and window - FIRST_STEPS * step or held_back
+  return math.max(0, math.min(wanted, window - step))
+end
 
 -- Returns held_back, most_needed, num_draws and num_doublings behind a draw.
 local function after_draw(
   held_back, most, num_draws, num_doublings,
   num_left, num_outstanding, was_blocked, step, window)
-  held_back = math.min(held_back, window - step)
-  local reserve = math.ceil(step / 4)
+  local reserve, was_held = math.ceil(step / 4), held_back > 0
+  held_back = held(held_back, step, window)
   if num_left < 0 then
-    num_doublings = math.min(MOST_DOUBLINGS, num_doublings + (held_back > 0 and 1 or 0))
+    num_doublings = math.min(MOST_DOUBLINGS, num_doublings + (was_held and 1 or 0))
     return math.max(0, held_back - math.max(reserve, -num_left)), 0, 0, num_doublings
   end
   if was_blocked then return math.max(0, held_back - reserve), 0, 0, num_doublings end

@@ -38,7 +38,7 @@ return cmsgpack.pack({
     num_slots = S.num_slots,
     num_ready = num_ready(),
     num_stored = S.num_stored,
-    num_held_back = c.is_adaptive == 1 and S.held_back or 0,
+    num_held_back = num_held_back(),
     num_bytes = S.num_bytes,
     num_admitted = S.num_admitted,
     num_added = S.num_added,

@@ -17,7 +17,7 @@ def after(
     *left: int, start: Lookahead | None = None, outstanding: int = 64, was_blocked: bool = False
 ) -> Lookahead:
     """Behind draws that left so many groups."""
-    lookahead = Lookahead() if start is None else start
+    lookahead = Lookahead(0) if start is None else start
     for num_left in left:
         lookahead = lookahead.after_draw(num_left, outstanding, was_blocked, STEP, WINDOW)
     return lookahead
@@ -27,14 +27,14 @@ def test_what_no_draw_needed_is_held_back_but_for_a_quarter_of_a_step():
     assert after(48, *[40] * 6) == Lookahead(0, 24, 7)
     held_back = after(48, *[40] * 7)
     assert held_back == Lookahead(80 - 28, num_draws=-5)
-    assert held_back.most_outstanding(STEP, WINDOW) == 28
+    assert held_back.held(STEP, WINDOW) == 52
 
 
 def test_the_neediest_of_eight_draws_counts():
     assert after(*[40] * 7, 9).held_back == 80 - (64 - 9 + 4)
     assert after(9, *[40] * 7).held_back == 80 - (64 - 9 + 4)
     start = after(*[40] * 7)
-    assert after(2, start=start, outstanding=78) == Lookahead()
+    assert after(2, start=start, outstanding=78) == Lookahead(0)
     assert after(3, start=start, outstanding=78).held_back == 1
 
 
@@ -49,7 +49,7 @@ def test_draws_that_may_take_what_was_admitted_before_do_not_count():
 def test_a_step_is_always_admitted():
     lookahead = after(*[64] * 8)
     assert lookahead == Lookahead(64, num_draws=-5)
-    assert lookahead.most_outstanding(STEP, WINDOW) == STEP
+    assert lookahead.held(STEP, WINDOW) == WINDOW - STEP
 
 
 def test_a_short_draw_gives_back_what_it_lacked_and_more_draws_are_looked_at():
@@ -58,14 +58,14 @@ def test_a_short_draw_gives_back_what_it_lacked_and_more_draws_are_looked_at():
     assert after(*[10] * 15, start=lookahead, outstanding=34) == Lookahead(46, 24, 15, 1)
     assert after(*[10] * 16, start=lookahead, outstanding=34).held_back == 52
     assert after(-1, start=lookahead).held_back == 46 - 4, "a quarter of a step at least"
-    assert after(-16, -16, -16, start=lookahead) == Lookahead(num_doublings=4)
+    assert after(-16, -16, -16, start=lookahead) == Lookahead(0, num_doublings=4)
     assert after(-1, start=Lookahead(20, num_doublings=4)) == Lookahead(16, num_doublings=4)
 
 
 def test_a_draw_that_waited_for_a_group_that_was_due_gives_back_and_counts_anew():
     seven = after(*[40] * 7)
     blocked = after(40, start=seven, was_blocked=True)
-    assert blocked == Lookahead()
+    assert blocked == Lookahead(0)
     assert after(*[40] * 7, start=blocked) == seven
     assert after(40, start=Lookahead(52, num_draws=-5), was_blocked=True) == Lookahead(48)
     short = after(-6, start=Lookahead(52), was_blocked=True)
@@ -77,12 +77,20 @@ def test_fewer_are_never_held_back_but_for_a_short_draw():
     assert after(*[48] * 8, start=Lookahead(70), outstanding=80) == Lookahead(64)
 
 
+def test_a_new_buffer_admits_five_steps_at_most():
+    new = Lookahead()
+    assert [new.held(16, window) for window in (16, 80, 112)] == [0, 0, 32]
+    # The first draw finds nothing ready, which is nobody's fault.
+    assert new.after_draw(-16, 0, False, 16, 112) == Lookahead(16)
+    assert new.after_draw(-16, 0, False, 16, 80) == Lookahead(0)
+
+
 def test_a_short_draw_with_nothing_held_back_is_nobodys_fault():
-    assert after(*[48] * 7, -16) == Lookahead()
+    assert after(*[48] * 7, -16) == Lookahead(0)
 
 
 def test_lower_limits_leave_a_step():
-    assert Lookahead(44).most_outstanding(STEP, 32) == STEP
+    assert Lookahead(44).held(STEP, 32) == 16
     assert Lookahead(44).after_draw(0, 16, False, STEP, 32).held_back == 16
 
 
@@ -94,12 +102,12 @@ def test_lower_limits_leave_a_step():
 def test_it_stays_between_a_step_and_the_window(draws, step, more):
     lookahead, window = Lookahead(), step + more
     for num_left, num_outstanding, was_blocked in draws:
-        before = lookahead
+        before = lookahead.held(step, window)
         lookahead = lookahead.after_draw(num_left, num_outstanding, was_blocked, step, window)
         assert 0 <= lookahead.held_back <= more
-        assert step <= lookahead.most_outstanding(step, window) <= window
-        assert num_left >= 0 or lookahead.held_back <= max(0, before.held_back + num_left)
-        assert num_left < 0 or was_blocked or lookahead.held_back >= before.held_back
+        assert 0 <= lookahead.held(step, window) <= more
+        assert num_left >= 0 or lookahead.held_back <= max(0, before + num_left)
+        assert num_left < 0 or was_blocked or lookahead.held_back >= before
 
 
 @pytest.mark.parametrize(
