@@ -181,8 +181,8 @@ def describe_refusal(refusal: Refusal, config: ReplayConfig, timeout_s: float) -
     if r.reason == "lookahead":
         return (
             f'{start}: {by_version(r.outstanding)} are outstanding, and lookahead = "adaptive" '
-            f"holds {r.num_held_back} of the window's groups back, which the learner has not "
-            "needed lately; waiting for it to draw"
+            f"holds {r.num_held_back} of the window's groups back until the learner needs them; "
+            "waiting for it to draw"
         )
     if r.version is None:
         return f"{start}: no engine lives; waiting for one to register"

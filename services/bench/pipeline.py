@@ -1,10 +1,10 @@
 """The whole loop, once in lockstep and once with rollouts and training apart, for the same work.
 
 Two runs of `leeway train` with the same model, questions, groups and turns; only
-`replay.max_staleness` differs: 0, where engine and learner take turns, and 4. Of each run the steps
-behind the first two are looked at. The time per trained token of one over that of the other is the
-speed-up. Groups that lay ready before those steps and were used up in them do not count: a buffer
-that drains is no speed that lasts. The share of that time in which the learner waited for groups is
+`replay.max_staleness` differs: 0, where engine and learner take turns, and 16. Of each run the
+steps behind the first two are looked at. The time per trained token of one over that of the other
+is the speed-up. Groups that lay ready before those steps and were used up in them do not count: a
+buffer that drains is no speed that lasts. The share of that time in which the learner waited for groups is
 `learner_idle`, and the share in which the engine had at least one request is `engine_busy`. Each
 run's directory keeps a Chrome trace (timeline.json) that says why.
 
@@ -34,7 +34,9 @@ from leeway.services.bench.result import BenchResult
 WARM_STEPS: Final = 2
 RUN_TIMEOUT_S: Final = 900.0
 Half = Literal["asynchronous", "synchronous"]
-STALENESS: Final[dict[Half, int]] = {"asynchronous": 4, "synchronous": 0}
+STALENESS: Final[dict[Half, int]] = {"asynchronous": 16, "synchronous": 0}
+"""Bounds. 16: no group is so slow that the learner waits for it; how old groups are follows from an
+adaptive lookahead."""
 FACTORY: Final = "leeway.services.bench.pipeline_environment:build"
 
 
@@ -65,6 +67,8 @@ class Course:
     train_s: float
     publish_s: float
     engine_busy: float
+    staleness: float
+    """Mean over the steps of the mean age of what they trained, in versions."""
     folder: Path
 
     @property
@@ -106,6 +110,7 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
         "training",
         "publishing",
         "engine busy",
+        "staleness",
         "timeline",
     )
     rows = tuple(_row(name, course) for name, course in courses.items())
@@ -132,6 +137,7 @@ def _keys(course: Course) -> dict[str, float | int | str]:
         "engine_busy": course.engine_busy,
         "tokens_per_s": course.tokens_per_s,
         "backlog": course.backlog,
+        "staleness": course.staleness,
     }
 
 
@@ -212,6 +218,7 @@ def course_of(directory: Path) -> Course:
         train_s=total("seconds"),
         publish_s=total("publish_s") + total("confirm_s"),
         engine_busy=(rest[-1]["engine_busy_s"] - start["engine_busy_s"]) / up_s,
+        staleness=total("staleness_mean") / len(rest),
         folder=directory,
     )
 
@@ -224,5 +231,6 @@ def _row(name: str, course: Course) -> tuple[str, ...]:
         f"{100 * course.backlog:.1f} %",
         *(f"{100 * share / course.wall_s:.1f} %" for share in shares),
         f"{100 * course.engine_busy:.1f} %",
+        f"{course.staleness:.2f}",
         str(course.folder / "timeline.json"),
     )

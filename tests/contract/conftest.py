@@ -55,11 +55,13 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def build_replay(
     request: pytest.FixtureRequest, redis_url: str
 ) -> AsyncIterator[BuildReplay]:
-    """A builder of empty buffers from ReplayConfig settings; 2 groups a step unless told."""
+    """A builder of empty buffers from ReplayConfig settings; unless told, 2 groups a step and a
+    full window."""
     closers: list[Callable[[], Awaitable[None]]] = []
 
     def build(**settings: object) -> Replay:
-        config = ReplayConfig.model_validate({"groups_per_step": 2, "max_staleness": 1, **settings})
+        usual = {"groups_per_step": 2, "max_staleness": 1, "lookahead": "full"}
+        config = ReplayConfig.model_validate({**usual, **settings})
         run = f"test-{uuid.uuid4().hex}"
         is_memory = request.param == "memory"
         replay = MemoryReplay(config) if is_memory else RedisReplay(redis_url, run, config)

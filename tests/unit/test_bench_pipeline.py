@@ -24,6 +24,7 @@ def line(step: int, num_ready: int) -> dict[str, float]:
         "confirm_s": 0.5,
         "engine_up_s": 10.0 * step,
         "engine_busy_s": 9.0 * step,
+        "staleness_mean": step / 2,
     }
 
 
@@ -40,7 +41,7 @@ def test_groups_that_lay_ready_before_do_not_count(
     course = course_of(tmp_path)
     assert (course.num_tokens, course.wall_s) == (2000, 20.0)
     assert (course.backlog, course.tokens_per_s) == (backlog, tokens_per_s)
-    assert (course.idle, course.engine_busy) == (0.1, 0.9)
+    assert (course.idle, course.engine_busy, course.staleness) == (0.1, 0.9, 1.75)
 
 
 def test_half_that_was_cut_is_played_from_its_start_and_one_that_ended_is_not(
