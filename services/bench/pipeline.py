@@ -4,9 +4,9 @@ Two runs of `leeway train` with the same model, questions, groups and turns; onl
 `replay.max_staleness` differs: 0, where engine and learner take turns, and 16. Of each run the
 steps behind the first two are looked at. The time per trained token of one over that of the other
 is the speed-up. Groups that lay ready before those steps and were used up in them do not count: a
-buffer that drains is no speed that lasts. The share of that time in which the learner waited for groups is
-`learner_idle`, and the share in which the engine had at least one request is `engine_busy`. Each
-run's directory keeps a Chrome trace (timeline.json) that says why.
+buffer that drains is no speed that lasts. The share of that time in which the learner waited for
+groups is `learner_idle`, and the share in which the engine had at least one request is
+`engine_busy`. Each run's directory keeps a Chrome trace (timeline.json) that says why.
 
 On two GPUs the learner has one and vLLM the other, with 1.3 billion random weights; on CPUs they
 share the cores, with the bundled policy and the torch engine.

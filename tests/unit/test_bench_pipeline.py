@@ -79,15 +79,16 @@ def test_one_half_has_its_own_figures_and_the_other_is_compared_with_it_later(
     def play(folder: Path, model: Path, size: object, staleness: int, is_cuda: bool) -> object:
         played.append(staleness)
         wall_s = 10.0 if staleness else 20.0
-        return pipeline.Course(1000, 0.0, wall_s, 2.0, 1.0, 7.0, 1.0, 0.9, folder)
+        return pipeline.Course(1000, 0.0, wall_s, 2.0, 1.0, 7.0, 1.0, 0.9, 3.5, folder)
 
     monkeypatch.setattr(pipeline, "_play", play)
     result = pipeline.run(quick=True, out=tmp_path, half="asynchronous")
-    assert played == [4]
+    assert played == [16]
     assert result.keys["half"] == "asynchronous"
     assert (result.keys["learner_idle"], result.keys["learner_blocked"]) == (0.2, 0.1)
+    assert result.keys["staleness"] == 3.5
     assert pipeline.run(quick=True, out=tmp_path).keys["speedup"] == 2.0
-    assert played == [4, 4, 0]
+    assert played == [16, 16, 0]
 
 
 def test_half_without_a_folder_is_refused_in_words():
