@@ -295,6 +295,14 @@ def _remarks(config: RunConfig) -> Iterator[str]:
             f"rollouts ask for {in_flight} groups at once (rollout.max_groups_in_flight x "
             f"rollout.num_workers), at most {min(window, replay.max_groups)} are ever admitted"
         )
+    if replay.is_adaptive and 0 < replay.max_staleness * replay.groups_per_step <= in_flight:
+        steps = in_flight / replay.groups_per_step
+        yield (
+            f"rollouts play {in_flight} groups at once, {steps:.3g} steps' worth, so a group may "
+            f"take as many steps, and replay.max_staleness = {replay.max_staleness} leaves slower "
+            "ones no time: the learner would wait for each; a higher one makes the other groups no "
+            "older (leeway bench lookahead)"
+        )
     if config.eval.every_steps >= learner.num_steps:
         yield (
             f"eval.every_steps = {config.eval.every_steps} never comes within "

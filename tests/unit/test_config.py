@@ -227,6 +227,16 @@ def test_a_window_wider_than_the_buffer_is_said_not_refused():
     assert "reaches staleness 2, only stragglers reach 4" in remark
 
 
+def test_a_bound_that_is_shorter_than_a_group_takes_is_remarked():
+    # 64 groups at once are four steps of 16, and a bound of 4 lets the oldest be that old.
+    (remark,) = remarks(load(None, ["rollout.max_groups_in_flight=64"]))
+    assert "64 groups at once, 4 steps' worth" in remark
+    assert "replay.max_staleness = 4 leaves slower ones no time" in remark
+    more = ["rollout.max_groups_in_flight=64", "replay.max_staleness=5"]
+    assert remarks(load(None, more)) == []
+    assert remarks(load(None, ["replay.max_staleness=0"])) == []
+
+
 def test_the_defaults_need_no_remark():
     assert remarks(RunConfig()) == []
 
