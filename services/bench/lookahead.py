@@ -29,6 +29,8 @@ from leeway.services.bench.result import BenchResult
 
 NEVER_S: Final = 1e12
 """Deadline of slots and leases: nothing dies here."""
+MAX_SPREAD: Final = 5.0
+"""Beyond it the mean is made by groups that no run ever sees."""
 LEFT_OUT: Final = 3
 """The first steps, one in so many, are not counted: the window fills, and a lookahead adapts."""
 
@@ -55,14 +57,17 @@ class Load:
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError for numbers that no run has."""
-        if min(self.groups_per_step, self.in_flight) < 1 or min(self.step_s, self.play_s) <= 0:
+        sizes, times = (self.groups_per_step, self.in_flight), (self.step_s, self.play_s)
+        if min(sizes) < 1 or not all(0 < seconds < math.inf for seconds in times):
             raise ConfigurationError(
                 "groups per step, groups in flight, seconds of a step and of a group must be "
                 f"positive, not {self.groups_per_step}, {self.in_flight}, {self.step_s:g} and "
                 f"{self.play_s:g}"
             )
-        if self.spread < 0:
-            raise ConfigurationError(f"the spread must be 0 or more, not {self.spread:g}")
+        if not 0 <= self.spread <= MAX_SPREAD:
+            raise ConfigurationError(
+                f"the spread must be between 0 and {MAX_SPREAD:g}, not {self.spread:g}"
+            )
 
 
 LOADS: Final = (

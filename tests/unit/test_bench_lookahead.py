@@ -61,7 +61,9 @@ def test_figures_of_ones_own_take_the_place_of_the_cases():
     [
         ({"play_s": 0.0}, "must be positive, not 16, 64, 10 and 0"),
         ({"groups_per_step": 0}, "must be positive, not 0, 64"),
-        ({"spread": -1.0}, "spread must be 0 or more, not -1"),
+        ({"step_s": float("nan")}, "must be positive, not 16, 64, nan and 10"),
+        ({"step_s": float("inf")}, "must be positive, not 16, 64, inf and 10"),
+        ({"spread": -1.0}, "spread must be between 0 and 5, not -1"),
     ],
 )
 def test_numbers_that_no_run_has_are_refused(values, words):
