@@ -50,10 +50,17 @@ def test_the_buffer_grows_with_the_window(tmp_path: Path):
     assert arm_config(sweep, grid_arms(sweep)[0]).replay.max_groups == 1608
 
 
-def test_bound_is_the_live_loop(tmp_path: Path):
+def test_bound_is_the_live_loop_with_a_full_window(tmp_path: Path):
     sweep = load_sweep(write(tmp_path, HEAD + 'mode = "bound"\n' + GRID))
-    policies = {arm_config(sweep, arm).replay.staleness_policy for arm in grid_arms(sweep)}
-    assert policies == {"pace"}
+    buffers = [arm_config(sweep, arm).replay for arm in grid_arms(sweep)]
+    assert {(b.staleness_policy, b.lookahead) for b in buffers} == {("pace", "full")}
+
+
+def test_the_lookahead_of_a_bound_may_be_varied(tmp_path: Path):
+    text = HEAD + 'mode = "bound"\n[[grid]]\nreplay.lookahead = ["full", "adaptive"]\n'
+    sweep = load_sweep(write(tmp_path, text))
+    kinds = {arm_config(sweep, arm).replay.lookahead for arm in grid_arms(sweep)}
+    assert kinds == {"full", "adaptive"}
 
 
 @pytest.mark.parametrize(
