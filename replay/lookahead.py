@@ -4,10 +4,13 @@ A window that is always full makes every group wait in the buffer until it is as
 `max_staleness` allows, although the learner would have found enough to train with fewer. So each
 draw tells how many groups it needed: of those that were outstanding (played or ready) all but the
 ones that it left ready. Where the most that any of the last draws needed is less than what is
-admitted, only so many are admitted from then on, and what is trained is that much younger. A draw
-that finds too few gives as many back, a quarter of a step at least. So does one that waited for a
-group that was due, and counting begins anew: rollouts went on meanwhile, so what it left ready says
-nothing, and a learner that stragglers hold up should have the more to go on with behind them.
+admitted, only so many are admitted from then on, and what is trained is that much younger.
+
+A draw that finds too few gives as many back, a quarter of a step at least, and at once: they may be
+late, and they may be lost, with a worker that holds its slots until they expire. One that waited
+for a group that was due gives back when it is granted, and counting begins anew: rollouts went on
+meanwhile, so what it left ready says nothing, and a learner that stragglers hold up should have the
+more to go on with behind them.
 
 The unit is a group. One step's are always admitted, so a step can always be drawn. A new buffer
 begins with five steps' at most, what a bound of 4 would admit: where the bound is high, a window
@@ -62,21 +65,26 @@ class Lookahead(msgspec.Struct, frozen=True):
         wanted = window - FIRST_STEPS * step if self.held_back < 0 else self.held_back
         return max(0, min(wanted, window - step))
 
+    def short_of(self, num_missing: int, step: int, window: int) -> Lookahead:
+        """When a draw is first tried and finds that many too few.
+
+        16 a step, 52 held back: 6 missing -> 46, 1 missing -> 48. 16 draws are looked at then.
+        """
+        given_back = max(_reserve(step), num_missing)
+        doubled = min(MOST_DOUBLINGS, self.num_doublings + (self.held_back > 0))
+        return Lookahead(max(0, self.held(step, window) - given_back), num_doublings=doubled)
+
     def after_draw(
         self, num_left: int, num_outstanding: int, was_blocked: bool, step: int, window: int
     ) -> Lookahead:
         """Behind a draw that found `num_left` ready groups more than its step when it was first
-        tried, below 0 if fewer; `num_outstanding` were when the step before ended. `was_blocked`:
-        it waited for groups that were due.
+        tried; `num_outstanding` were when the step before ended. `was_blocked`: it waited for
+        groups that were due.
 
         16 a step of a window of 80, 64 outstanding. Left 48, then seven times 40: most needed 24,
-        so 80 - 28 = 52 are held back. Six short then -> 46, and 16 draws are looked at.
+        so 80 - 28 = 52 are held back.
         """
-        held_back, reserve = self.held(step, window), math.ceil(step / 4)
-        if num_left < 0:
-            doubled = min(MOST_DOUBLINGS, self.num_doublings + (self.held_back > 0))
-            given_back = max(reserve, -num_left)
-            return Lookahead(max(0, held_back - given_back), num_doublings=doubled)
+        held_back, reserve = self.held(step, window), _reserve(step)
         if was_blocked:
             return Lookahead(max(0, held_back - reserve), num_doublings=self.num_doublings)
         needed = num_outstanding - num_left
@@ -89,3 +97,8 @@ class Lookahead(msgspec.Struct, frozen=True):
         if wanted >= admitted:
             return Lookahead(held_back, num_doublings=self.num_doublings)
         return Lookahead(window - wanted, 0, -math.ceil(admitted / step), self.num_doublings)
+
+
+def _reserve(step: int) -> int:
+    """Groups more than were needed, and least that are given back."""
+    return math.ceil(step / 4)

@@ -350,6 +350,8 @@ class Buffer:
         bounds = (version, c.max_staleness, step, c.staleness_policy, num_again)
         if self._first_left is None:
             self._first_left = len(self._free()) - step
+            if c.is_adaptive and self._first_left < 0:
+                self._lookahead = self._lookahead.short_of(-self._first_left, step, c.reach)
         plan = drawable(self.ready_counts(), self.playing(), *bounds)
         inserts, samples = self.counts["inserts"], self.counts["samples"]
         if not plan.is_ready or not self.limiter.may_sample(
@@ -363,7 +365,7 @@ class Buffer:
         for group_id in ids:
             self.groups[group_id].lease_id = lease_id
         self.counts.update(drawn=step, samples=step)
-        if c.is_adaptive:
+        if c.is_adaptive and self._first_left >= 0:
             found = (self._first_left, self._outstanding, self._was_blocked)
             self._lookahead = self._lookahead.after_draw(*found, step, c.reach)
         self._first_left, self._was_blocked = None, False

@@ -95,6 +95,7 @@ class MemoryReplay:
                         why = describe_shortage(drawn, self.config, wait.elapsed_s)
                         raise WaitTimeout(why, waited_s=wait.split_s())
                     self._buffer.note_wait(waiter, Waiting("learner", drawn.reason, 0.0))
+                    self._changed.notify_all()  # what is short may be admitted now
                     await self._sleep(wait.next_s(drawn.expires_in_s, drawn.reason))
             finally:
                 self._end(waiter, "data", wait)

@@ -24,8 +24,14 @@ if c.policy == 'exact' then
 end
 
 -- What the first try of a step finds is what there was without waiting.
-if S.is_tried == 0 then
+if c.is_adaptive == 1 and S.is_tried == 0 then
   S.is_tried, S.first_left = 1, num_ready() - step
+  if S.first_left < 0 then
+    S.held_back, S.num_doublings = short_of(
+      S.held_back, S.num_doublings, -S.first_left, step, reach)
+    S.most_needed, S.num_seen = 0, 0
+    wake_room()
+  end
 end
 
 local version = next_version()
@@ -109,7 +115,7 @@ expire_at(expiry)
 S.num_leases = S.num_leases + 1
 S.samples = S.samples + step
 S.num_drawn = S.num_drawn + step
-if c.is_adaptive == 1 then
+if c.is_adaptive == 1 and S.first_left >= 0 then
   S.held_back, S.most_needed, S.num_seen, S.num_doublings = after_draw(
     S.held_back, S.most_needed, S.num_seen, S.num_doublings,
     S.first_left, S.outstanding, S.is_tried == 2, step, reach)

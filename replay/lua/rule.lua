@@ -88,17 +88,22 @@ local function held(held_back, step, window)
   return math.max(0, math.min(wanted, window - step))
 end
 
+local function reserve(step) return math.ceil(step / 4) end
+
+-- Returns held_back and num_doublings; nothing is counted then.
+local function short_of(held_back, num_doublings, num_missing, step, window)
+  local more = held_back > 0 and 1 or 0
+  local given_back = math.max(reserve(step), num_missing)
+  return math.max(0, held(held_back, step, window) - given_back),
+    math.min(MOST_DOUBLINGS, num_doublings + more)
+end
+
 -- Returns held_back, most_needed, num_draws and num_doublings behind a draw.
 local function after_draw(
   held_back, most, num_draws, num_doublings,
   num_left, num_outstanding, was_blocked, step, window)
-  local reserve, was_held = math.ceil(step / 4), held_back > 0
   held_back = held(held_back, step, window)
-  if num_left < 0 then
-    num_doublings = math.min(MOST_DOUBLINGS, num_doublings + (was_held and 1 or 0))
-    return math.max(0, held_back - math.max(reserve, -num_left)), 0, 0, num_doublings
-  end
-  if was_blocked then return math.max(0, held_back - reserve), 0, 0, num_doublings end
+  if was_blocked then return math.max(0, held_back - reserve(step)), 0, 0, num_doublings end
   local needed = num_outstanding - num_left
   most = num_draws <= 0 and needed or math.max(most, needed)
   num_draws = num_draws + 1
@@ -106,7 +111,7 @@ local function after_draw(
     return held_back, most, num_draws, num_doublings
   end
   local admitted = window - held_back
-  local wanted = math.max(step, most + reserve)
+  local wanted = math.max(step, most + reserve(step))
   if wanted >= admitted then return held_back, 0, 0, num_doublings end
   return window - wanted, 0, -math.ceil(admitted / step), num_doublings
 end

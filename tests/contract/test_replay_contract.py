@@ -116,17 +116,22 @@ async def test_admission_with_a_lease_in_hand_counts_the_step_as_taken(build_rep
     await replay.acknowledge(lease, v(1))
 
 
-async def test_an_adaptive_lookahead_admits_what_draws_have_needed(build_replay):
+async def slow_learner(build_replay) -> Replay:
+    """Eight draws of 2 from a window of 8; each step ends with 6 ready, of which its draw leaves 4.
+    So 6 - 4 are needed, and half a group makes 3. The learner is at 8, 4 groups are ready."""
     replay = build_replay(max_staleness=3, lookahead="adaptive", max_groups=20)
-    # A window of 8. Each step of 2 ends with 6 ready, of which its draw leaves 4.
     await fill(replay, 8)
     for version in range(8):
         lease = await replay.draw(SOON_S)
         if 0 < version < 7:
             await fill(replay, 2, version)
         await replay.acknowledge(lease, v(version + 1))
-    # So 6 - 4 are needed, and half a group makes 3.
     assert (await replay.stats()).num_held_back == 5
+    return replay
+
+
+async def test_an_adaptive_lookahead_admits_what_draws_have_needed(build_replay):
+    replay = await slow_learner(build_replay)
     with pytest.raises(WaitTimeout, match=r"\(lookahead\): 2 groups .*holds 5 of the window's"):
         await replay.admit(1, v(8), SOON_S)
     waiting = asyncio.create_task(replay.admit(9, v(8), AMPLE_S))
@@ -134,16 +139,25 @@ async def test_an_adaptive_lookahead_admits_what_draws_have_needed(build_replay)
     assert not waiting.done(), "4 are outstanding"
     # Who waits hears of the draw, and need not wait for its end.
     lease = await replay.draw(SOON_S)
-    (slot,) = await waiting
+    assert len(await waiting) == 1
     await replay.acknowledge(lease, v(9))
+
+
+async def test_what_a_draw_lacks_may_be_admitted_at_once(build_replay):
+    replay = await slow_learner(build_replay)
     await train(replay)
-    # Only that one is left, and is played: the draw is two short, and gives them back.
-    with pytest.raises(WaitTimeout, match="0 are ready"):
-        await replay.draw(SOON_S)
-    await replay.add(slot, build_group(slot))
-    await fill(replay, 1, 10)
     await train(replay)
+    # A worker takes all slots and dies; until they expire, nobody fills them.
+    await replay.admit(3, v(10), SOON_S)
+    waiting = asyncio.create_task(replay.admit(2, v(10), AMPLE_S))
+    drawing = asyncio.create_task(replay.draw(AMPLE_S))
+    slots = await waiting
+    assert len(slots) == 2
     assert (await replay.stats()).num_held_back == 3
+    for slot in slots:
+        await replay.add(slot, build_group(slot))
+    assert ids(await drawing) == {slot.slot_id for slot in slots}
+    assert (await replay.stats()).num_held_back == 3, "given back once"
 
 
 async def test_a_full_lookahead_holds_nothing_back(build_replay):

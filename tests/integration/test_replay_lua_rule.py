@@ -125,6 +125,10 @@ def test_lua_and_python_agree_on_the_limiter(server, limiter, size, inserts, sam
 ASK_LOOKAHEAD = """
 local arg = cmsgpack.unpack(ARGV[1])
 local held_back, most_needed, num_draws, num_doublings = unpack(arg.before)
+if arg.num_left < 0 then
+  return {held(held_back, arg.step, arg.window), short_of(
+    held_back, num_doublings, -arg.num_left, arg.step, arg.window)}
+end
 return {held(held_back, arg.step, arg.window), after_draw(
   held_back, most_needed, num_draws, num_doublings,
   arg.num_left, arg.outstanding, arg.was_blocked, arg.step, arg.window)}
@@ -164,6 +168,11 @@ def test_lua_and_python_agree_on_the_lookahead(
         script = lua_text("rule") + ASK_LOOKAHEAD
         held, *after = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
     assert held == before.held(step, window)
+    if num_left < 0:
+        held_back, num_doublings = after
+        lookahead = Lookahead(held_back, num_doublings=num_doublings)
+        assert lookahead == before.short_of(-num_left, step, window)
+        return
     assert Lookahead(*after) == before.after_draw(num_left, outstanding, was_blocked, step, window)
 
 

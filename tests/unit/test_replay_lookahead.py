@@ -16,10 +16,13 @@ STEP, WINDOW = 16, 80
 def after(
     *left: int, start: Lookahead | None = None, outstanding: int = 64, was_blocked: bool = False
 ) -> Lookahead:
-    """Behind draws that left so many groups."""
+    """Behind draws that left so many groups; below 0, so many were missing."""
     lookahead = Lookahead(0) if start is None else start
     for num_left in left:
-        lookahead = lookahead.after_draw(num_left, outstanding, was_blocked, STEP, WINDOW)
+        if num_left < 0:
+            lookahead = lookahead.short_of(-num_left, STEP, WINDOW)
+        else:
+            lookahead = lookahead.after_draw(num_left, outstanding, was_blocked, STEP, WINDOW)
     return lookahead
 
 
@@ -68,8 +71,6 @@ def test_a_draw_that_waited_for_a_group_that_was_due_gives_back_and_counts_anew(
     assert blocked == Lookahead(0)
     assert after(*[40] * 7, start=blocked) == seven
     assert after(40, start=Lookahead(52, num_draws=-5), was_blocked=True) == Lookahead(48)
-    short = after(-6, start=Lookahead(52), was_blocked=True)
-    assert short == Lookahead(46, num_doublings=1), "it lacked groups before it waited for that"
 
 
 def test_fewer_are_never_held_back_but_for_a_short_draw():
@@ -81,8 +82,8 @@ def test_a_new_buffer_admits_five_steps_at_most():
     new = Lookahead()
     assert [new.held(16, window) for window in (16, 80, 112)] == [0, 0, 32]
     # The first draw finds nothing ready, which is nobody's fault.
-    assert new.after_draw(-16, 0, False, 16, 112) == Lookahead(16)
-    assert new.after_draw(-16, 0, False, 16, 80) == Lookahead(0)
+    assert new.short_of(16, 16, 112) == Lookahead(16)
+    assert new.short_of(16, 16, 80) == Lookahead(0)
 
 
 def test_a_short_draw_with_nothing_held_back_is_nobodys_fault():
@@ -103,11 +104,14 @@ def test_it_stays_between_a_step_and_the_window(draws, step, more):
     lookahead, window = Lookahead(), step + more
     for num_left, num_outstanding, was_blocked in draws:
         before = lookahead.held(step, window)
-        lookahead = lookahead.after_draw(num_left, num_outstanding, was_blocked, step, window)
+        if num_left < 0:
+            lookahead = lookahead.short_of(-num_left, step, window)
+            assert lookahead.held_back <= max(0, before + num_left)
+        else:
+            lookahead = lookahead.after_draw(num_left, num_outstanding, was_blocked, step, window)
+            assert was_blocked or lookahead.held_back >= before
         assert 0 <= lookahead.held_back <= more
-        assert 0 <= lookahead.held(step, window) <= more
-        assert num_left >= 0 or lookahead.held_back <= max(0, before + num_left)
-        assert num_left < 0 or was_blocked or lookahead.held_back >= before
+        assert lookahead.held(step, window) == lookahead.held_back
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ export function showBuffer({replay}) {
     ['groups in play', whole(replay.num_slots)],
     ['ready to be drawn', whole(replay.num_ready)],
     ['at the learner', whole(replay.num_leased)],
+    ['held back until needed', whole(replay.num_held_back)],
     ['size', bytes(replay.num_bytes)],
     ['trained', whole(replay.num_trained)],
     ['dropped', reasons.length ? `${whole(replay.num_dropped)}: ${reasons.join(', ')}` : '0'],
