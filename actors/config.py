@@ -211,7 +211,7 @@ class RolloutConfig(FrozenModel):
     group_size: int = Field(default=8, ge=1)
     """Sibling trajectories of one question."""
     max_groups_in_flight: int = Field(default=16, ge=1)
-    """Groups one worker plays at once; the version window may allow fewer."""
+    """Groups one worker plays at once; the buffer may admit fewer."""
     episode_timeout_s: float = Field(default=90.0, gt=0)
     """Seconds one group may take before it is dropped."""
     max_failure_share: float = Field(default=0.2, gt=0, le=1)

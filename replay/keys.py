@@ -50,8 +50,8 @@ class BoardKeys(NamedTuple):
 def replay_prefix(run: str, shard: int = 0) -> str:
     """What every key of a shard of the buffer starts with: leeway:{first}:, leeway:{first/1}:.
 
-    state            counters, version window, virtual times: 24 doubles, then msgpack; see
-                     lua/base.lua
+    state            counters, version window, lookahead, virtual times: 33 doubles, then msgpack;
+                     see lua/base.lua
     slots            sorted set of "id version" by the ms at which each expires
     ceilings         hash: slot -> newest version its group may hold, where the learner resumed
     groups           hash: group id -> record, a StoredGroup: 7 doubles, then its shape

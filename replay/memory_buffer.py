@@ -17,7 +17,7 @@ import msgspec
 
 from leeway.replay.config import ReplayConfig
 from leeway.replay.limiter import limiter_of
-from leeway.replay.lookahead import Lookahead
+from leeway.replay.lookahead import MORE_EVERY_S, Lookahead
 from leeway.replay.memory_counts import Dropped
 from leeway.replay.schedule import admissible, drawable, is_engine_behind
 from leeway.replay.schema import PolicyVersion
@@ -91,8 +91,11 @@ class Buffer:
         self.waits: dict[str, tuple[Waiting, float]] = {}
         """Who waits, and since when by the clock."""
         self._lookahead = Lookahead()
-        self._outstanding = 0
-        """Groups played and ready when the last step ended."""
+        self._outstanding = -1
+        """Groups played and ready when the last step ended; -1 before, and behind the draw that
+        looked at it."""
+        self._added_at_s = 0.0
+        """When the lookahead last let more in, for what a draw lacked."""
         self._was_blocked = False
         """Whether a try of the next step waits for groups that are due."""
         self._first_left: int | None = None
@@ -185,12 +188,15 @@ class Buffer:
         """Groups that an adaptive lookahead lets be admitted."""
         if not self.config.is_adaptive:
             return math.inf
-        return self.config.reach - self._num_held_back - num_outstanding
+        return self.config.reach - self.num_held_back - num_outstanding
 
     @property
-    def _num_held_back(self) -> int:
+    def num_held_back(self) -> int:
+        """Groups of the window that an adaptive lookahead does not admit."""
         c = self.config
-        return self._lookahead.held(c.groups_per_step, c.reach) if c.is_adaptive else 0
+        if not c.is_adaptive:
+            return 0
+        return c.reach - self._lookahead.most_outstanding(c.groups_per_step, c.reach)
 
     def _evictable(self) -> list[str]:
         """Groups that can make room: those trained before, who owe nothing; under drop all."""
@@ -237,7 +243,7 @@ class Buffer:
             num_groups=num_groups,
             num_slots=len(self.slots),
             num_bytes=self.num_bytes,
-            num_held_back=self._num_held_back,
+            num_held_back=self.num_held_back,
             largest=self._largest,
             inserts=self.counts["inserts"],
             samples=self.counts["samples"],
@@ -348,10 +354,7 @@ class Buffer:
         version, step = self.next_version, c.groups_per_step
         num_again = sum(self.groups[i].record.draws > 0 for i in self._free())
         bounds = (version, c.max_staleness, step, c.staleness_policy, num_again)
-        if self._first_left is None:
-            self._first_left = len(self._free()) - step
-            if c.is_adaptive and self._first_left < 0:
-                self._lookahead = self._lookahead.short_of(-self._first_left, step, c.reach)
+        self._first_left = self._look(len(self._free()) - step)
         plan = drawable(self.ready_counts(), self.playing(), *bounds)
         inserts, samples = self.counts["inserts"], self.counts["samples"]
         if not plan.is_ready or not self.limiter.may_sample(
@@ -365,12 +368,24 @@ class Buffer:
         for group_id in ids:
             self.groups[group_id].lease_id = lease_id
         self.counts.update(drawn=step, samples=step)
-        if c.is_adaptive and self._first_left >= 0:
+        # Once for each step that ended: a draw that is handed back tells nothing new.
+        if c.is_adaptive and self._first_left >= 0 and self._outstanding >= 0:
             found = (self._first_left, self._outstanding, self._was_blocked)
             self._lookahead = self._lookahead.after_draw(*found, step, c.reach)
-        self._first_left, self._was_blocked = None, False
+        self._first_left, self._was_blocked, self._outstanding = None, False, -1
         payloads: list[bytes | memoryview] = [self.groups[group_id].payload for group_id in ids]
         return lease_id, Drawn(version, self.ramp_version, ids, payloads)
+
+    def _look(self, left: int) -> int:
+        """What the first try of this step left; `left` now. What is lacked may be admitted at once,
+        and a little more for each while that a step's draw goes on waiting."""
+        c, first_left, now_s = self.config, self._first_left, self._clock()
+        is_late = self._outstanding >= 0 and now_s >= self._added_at_s + MORE_EVERY_S
+        if c.is_adaptive and left < 0 and (first_left is None or is_late):
+            num_missing = -left if first_left is None else 0
+            self._lookahead = self._lookahead.short_of(num_missing, c.groups_per_step, c.reach)
+            self._added_at_s = now_s
+        return left if first_left is None else first_left
 
     def _drop_mixed(self) -> None:
         """Groups of several versions, buffered under another policy, as far as they come now."""
@@ -522,7 +537,7 @@ class Buffer:
             num_slots=len(self.slots),
             num_ready=len(self._free()),
             num_leased=sum(len(lease.ids) for lease in self.leases.values()),
-            num_held_back=self._num_held_back,
+            num_held_back=self.num_held_back,
             num_bytes=self.num_bytes,
             admission_paused=self.is_paused,
             num_admitted=self.counts["admitted"],

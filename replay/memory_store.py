@@ -90,12 +90,15 @@ class MemoryReplay:
         wait, waiter = Wait(timeout_s), uuid.uuid4().hex
         async with self._changed:
             try:
+                held_back = self._buffer.num_held_back
                 while isinstance(drawn := self._buffer.draw(), Shortage):
                     if wait.is_over:
                         why = describe_shortage(drawn, self.config, wait.elapsed_s)
                         raise WaitTimeout(why, waited_s=wait.split_s())
                     self._buffer.note_wait(waiter, Waiting("learner", drawn.reason, 0.0))
-                    self._changed.notify_all()  # what is short may be admitted now
+                    if self._buffer.num_held_back != held_back:  # what is short may be admitted
+                        held_back = self._buffer.num_held_back
+                        self._changed.notify_all()
                     await self._sleep(wait.next_s(drawn.expires_in_s, drawn.reason))
             finally:
                 self._end(waiter, "data", wait)

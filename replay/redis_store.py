@@ -1,11 +1,11 @@
 """The replay buffer in Redis: redis_buffer.py, with encoding, checks and waiting.
 
 Who waits for whom: `admit` waits for the stream `room`, which acknowledge, drop, release, expiry,
-restore, pause, under a limiter draw, and (on the policy board) an engine with a newer version write
-to. `draw` waits for the stream `data`, written by an add that makes a step full, by drop, release,
-expiry, restore and acknowledge. A waiter also wakes when the nearest slot or lease expires, since
-expiry happens inside whichever script runs next. Counters come from Redis, limits from this
-process's configuration.
+restore, pause, under a limiter or an adaptive lookahead draw (also one that finds too few), and (on
+the policy board) an engine with a newer version write to. `draw` waits for the stream `data`,
+written by an add that makes a step full, by drop, release, expiry, restore and acknowledge. A
+waiter also wakes when the nearest slot or lease expires, since expiry happens inside whichever
+script runs next. Counters come from Redis, limits from this process's configuration.
 """
 
 from __future__ import annotations

@@ -23,12 +23,13 @@ STATE_FIELDS: Final = (
     *("layout", "now", "ahead", "learner_version", "ramp_version", "sequence", "virtual"),
     *("evicted_at", "num_bytes", "largest", "num_slots", "num_stored", "num_leases", "inserts"),
     *("samples", "num_admitted", "num_added", "num_drawn", "num_trained", "num_slots_expired"),
-    *("num_leases_expired", "play_ms", "train_ms", "added_hour", "held_back", "most_needed"),
-    *("num_seen", "num_doublings", "is_tried", "first_left", "outstanding"),
+    *("num_leases_expired", "play_ms", "train_ms", "added_hour", "admitted", "most_needed"),
+    *("num_seen", "num_doublings", "was_cut", "is_tried", "first_left", "outstanding"),
+    "added_at",
     *("room_signal", "data_signal", "paused", "has_ceilings", "playing", "ready", "leased"),
     *("next_expiry", "config"),
 )
-"""Places of `S`: 31 numbers, then what else there is."""
+"""Places of `S`: 33 numbers, then what else there is."""
 
 LIMIT_FIELDS: Final = (
     *("max_staleness", "groups_per_step", "max_groups", "max_draws", "max_returns", "seed"),

@@ -11,7 +11,8 @@ for every d >= v:
     number of outstanding groups with deadline <= d   <=   (d - v + 1) * B
 
 Outstanding means admitted and neither trained nor dropped: slots, buffered and leased groups.
-`admit` refuses what would break it; `draw` hands out the earliest deadlines first and waits for a
+`admit` refuses what would break it and, under an adaptive lookahead, what the learner has not
+needed lately (lookahead.py); `draw` hands out the earliest deadlines first and waits for a
 group still being played rather than leave it behind past its deadline. With a lease in hand, its
 groups count as trained at `v` and the next draw is for `v + 1`; so a learner may draw ahead.
 

@@ -287,7 +287,7 @@ def _remarks(config: RunConfig) -> Iterator[str]:
         reachable = (replay.max_groups - 1) // replay.groups_per_step
         yield (
             f"the version window would admit replay.groups_per_step x (replay.max_staleness + 1) = "
-            f"{window} groups, replay.max_groups = {replay.max_groups} stops at fewer: a full "
+            f"{window} groups, replay.max_groups = {replay.max_groups} stops at fewer: even a full "
             f"buffer reaches staleness {reachable}, only stragglers reach {replay.max_staleness}"
         )
     if in_flight > min(window, replay.max_groups):
@@ -296,12 +296,13 @@ def _remarks(config: RunConfig) -> Iterator[str]:
             f"rollout.num_workers), at most {min(window, replay.max_groups)} are ever admitted"
         )
     if replay.is_adaptive and 0 < replay.max_staleness * replay.groups_per_step <= in_flight:
-        steps = in_flight / replay.groups_per_step
+        at_once = min(in_flight, replay.reach)
+        steps = at_once / replay.groups_per_step
         yield (
-            f"rollouts play {in_flight} groups at once, {steps:.3g} steps' worth, so a group may "
+            f"rollouts play {at_once} groups at once, {steps:.3g} steps' worth, so a group may "
             f"take as many steps, and replay.max_staleness = {replay.max_staleness} leaves slower "
-            "ones no time: the learner would wait for each; a higher one makes the other groups no "
-            "older (leeway bench lookahead)"
+            "ones no time: the learner would wait for each; where it is the slower side, a higher "
+            "one makes other groups no older (leeway bench lookahead)"
         )
     if config.eval.every_steps >= learner.num_steps:
         yield (

@@ -40,7 +40,7 @@ LACK: Final[dict[StageName, str]] = {
 }
 REFUSALS: Final[dict[RefusalReason, str]] = {
     "window": "version window full",
-    "lookahead": "as much ahead as the learner needs",
+    "lookahead": "as far ahead as the learner needs",
     "capacity": "max_groups reached",
     "bytes": "byte budget full",
     "limiter": "limiter",

@@ -14,12 +14,12 @@ local LAYOUT = 6                   -- of the keys and of what they hold
 local REMEMBERED_MS = 3600 * 1000  -- how long a repeated add or acknowledge is recognised
 
 -- The state: its numbers, then what else there is.
-local STATE = '>ddddddddddddddddddddddddddddddd'
+local STATE = '>ddddddddddddddddddddddddddddddddd'
 local S
 local packed_state = redis.pcall('GET', key.state)
 if packed_state then
   local is_text = type(packed_state) == 'string'
-  local is_ours = is_text and #packed_state > 248 and string.byte(packed_state) == 64
+  local is_ours = is_text and #packed_state > 264 and string.byte(packed_state) == 64
   local layout = is_ours and struct.unpack('>d', packed_state)
   if layout ~= LAYOUT then
     local other = is_text and not is_ours and cmsgpack.unpack(packed_state).layout
@@ -31,7 +31,7 @@ if packed_state then
     S.next_expiry, S.config = unpack(cmsgpack.unpack(string.sub(packed_state, S.room_signal)), 1, 9)
 else
   S = {
-    LAYOUT, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0,
+    LAYOUT, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0, -1, 0,
     '0-0', '0-0', false, false, {}, {}, {}, false, false}
 end
 
@@ -44,7 +44,7 @@ local c = {struct.unpack(LIMITS, S.config or struct.pack(
 if c.max_bytes > 1e300 then c.max_bytes = false end
 
 local function save()
-  call('SET', key.state, struct.pack(STATE, unpack(S, 1, 31)) .. cmsgpack.pack({unpack(S, 32, 40)}))
+  call('SET', key.state, struct.pack(STATE, unpack(S, 1, 33)) .. cmsgpack.pack({unpack(S, 34, 42)}))
 end
 
 local clock = call('TIME')

@@ -23,13 +23,16 @@ if c.policy == 'exact' then
   until num_dropped == 0
 end
 
--- What the first try of a step finds is what there was without waiting.
-if c.is_adaptive == 1 and S.is_tried == 0 then
-  S.is_tried, S.first_left = 1, num_ready() - step
-  if S.first_left < 0 then
-    S.held_back, S.num_doublings = short_of(
-      S.held_back, S.num_doublings, -S.first_left, step, reach)
-    S.most_needed, S.num_seen = 0, 0
+-- What the first try of a step finds is what there was without waiting. What is lacked may be
+-- admitted at once, and a little more for each while that a step's draw goes on waiting.
+if c.is_adaptive == 1 then
+  local left, is_first = num_ready() - step, S.is_tried == 0
+  local is_late = S.outstanding >= 0 and now >= S.added_at + MORE_EVERY_MS
+  if is_first then S.is_tried, S.first_left = 1, left end
+  if left < 0 and (is_first or is_late) then
+    S.admitted, S.num_doublings = short_of(
+      S.admitted, S.num_doublings, S.was_cut, is_first and -left or 0, step, reach)
+    S.most_needed, S.num_seen, S.was_cut, S.added_at = 0, 0, 0, now
     wake_room()
   end
 end
@@ -46,7 +49,7 @@ if missing > 0 or blocking_until or is_limited then
     local id, playing_version = slot_of(member)
     if playing_version <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
   end
-  if blocking_until then S.is_tried = 2 end
+  if blocking_until and S.is_tried == 1 then S.is_tried = 2 end
   refuse(is_limited and 'limiter' or missing > 0 and 'missing' or 'blocked')
   save()
   return cmsgpack.pack({
@@ -115,12 +118,13 @@ expire_at(expiry)
 S.num_leases = S.num_leases + 1
 S.samples = S.samples + step
 S.num_drawn = S.num_drawn + step
-if c.is_adaptive == 1 and S.first_left >= 0 then
-  S.held_back, S.most_needed, S.num_seen, S.num_doublings = after_draw(
-    S.held_back, S.most_needed, S.num_seen, S.num_doublings,
+-- Once for each step that ended: a draw that is handed back and drawn again tells nothing new.
+if c.is_adaptive == 1 and S.first_left >= 0 and S.outstanding >= 0 then
+  S.admitted, S.most_needed, S.num_seen, S.was_cut = after_draw(
+    S.admitted, S.most_needed, S.num_seen, S.num_doublings, S.was_cut,
     S.first_left, S.outstanding, S.is_tried == 2, step, reach)
 end
-S.is_tried = 0
+S.is_tried, S.outstanding = 0, -1
 grant()
 -- Room by the limiter or the lookahead: who waits for the learner to sample may go on.
 if c.max_diff < 1e300 or c.is_adaptive == 1 then wake_room() end

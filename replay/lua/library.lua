@@ -76,7 +76,7 @@ local function next_version() return S.learner_version + S.num_leases end
 local reach = math.min((c.max_staleness + 1) * c.groups_per_step, c.max_groups)
 
 local function num_held_back()
-  return c.is_adaptive == 1 and held(S.held_back, c.groups_per_step, reach) or 0
+  return c.is_adaptive == 1 and reach - most_outstanding(S.admitted, c.groups_per_step, reach) or 0
 end
 
 local function expire_at(at)

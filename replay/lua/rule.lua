@@ -1,4 +1,4 @@
--- The arithmetic of schedule.py and limiter.py. Counts are tables of version -> number of groups.
+-- The arithmetic of schedule.py, limiter.py and, at the end, lookahead.py. Counts are tables of version -> number of groups.
 
 local function due(counts, last_version)
   local total = 0
@@ -81,37 +81,34 @@ local function may_sample(limiter, n, size, inserts, samples)
 end
 
 -- The arithmetic of lookahead.py.
-local NUM_DRAWS, MOST_DOUBLINGS, FIRST_STEPS = 8, 4, 5
+local NUM_DRAWS, MOST_DOUBLINGS, FIRST_STEPS, MORE_EVERY_MS = 8, 4, 5, 5000
 
-local function held(held_back, step, window)
-  local wanted = held_back < 0 and window - FIRST_STEPS * step or held_back
-  return math.max(0, math.min(wanted, window - step))
+local function most_outstanding(admitted, step, window)
+  if admitted < 0 then admitted = FIRST_STEPS * step end
+  return math.max(step, math.min(admitted, window))
 end
 
 local function reserve(step) return math.ceil(step / 4) end
 
--- Returns held_back and num_doublings; nothing is counted then.
-local function short_of(held_back, num_doublings, num_missing, step, window)
-  local more = held_back > 0 and 1 or 0
-  local given_back = math.max(reserve(step), num_missing)
-  return math.max(0, held(held_back, step, window) - given_back),
-    math.min(MOST_DOUBLINGS, num_doublings + more)
+-- Returns admitted and num_doublings; nothing is counted then, and no cut is behind it.
+local function short_of(admitted, num_doublings, was_cut, num_missing, step, window)
+  local most = most_outstanding(admitted, step, window)
+  if admitted < 0 then return most, 0 end  -- the first draw of all
+  local more = math.max(reserve(step), num_missing)
+  return math.min(window, most + more), math.min(MOST_DOUBLINGS, num_doublings + was_cut)
 end
 
--- Returns held_back, most_needed, num_draws and num_doublings behind a draw.
+-- Returns admitted, most_needed, num_draws and was_cut behind a draw.
 local function after_draw(
-  held_back, most, num_draws, num_doublings,
+  admitted, most, num_draws, num_doublings, was_cut,
   num_left, num_outstanding, was_blocked, step, window)
-  held_back = held(held_back, step, window)
-  if was_blocked then return math.max(0, held_back - reserve(step)), 0, 0, num_doublings end
+  admitted = most_outstanding(admitted, step, window)
+  if was_blocked then return math.min(window, admitted + reserve(step)), 0, 0, was_cut end
   local needed = num_outstanding - num_left
   most = num_draws <= 0 and needed or math.max(most, needed)
   num_draws = num_draws + 1
-  if num_draws < NUM_DRAWS * 2 ^ num_doublings then
-    return held_back, most, num_draws, num_doublings
-  end
-  local admitted = window - held_back
+  if num_draws < NUM_DRAWS * 2 ^ num_doublings then return admitted, most, num_draws, was_cut end
   local wanted = math.max(step, most + reserve(step))
-  if wanted >= admitted then return held_back, 0, 0, num_doublings end
-  return window - wanted, 0, -math.ceil(admitted / step), num_doublings
+  if wanted >= admitted then return admitted, 0, 0, was_cut end
+  return wanted, 0, -math.ceil(admitted / step), 1
 end

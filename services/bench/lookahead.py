@@ -29,6 +29,8 @@ from leeway.services.bench.result import BenchResult
 
 NEVER_S: Final = 1e12
 """Deadline of slots and leases: nothing dies here."""
+SLICE_S: Final = 5.0
+"""A draw that waits is tried again so often."""
 MAX_SPREAD: Final = 5.0
 """Beyond it the mean is made by groups that no run ever sees."""
 LEFT_OUT: Final = 3
@@ -169,7 +171,7 @@ class _World:
                 began_s, waited_s, ages = self.now_s, 0.0, []
             asked_s = self.now_s
             while isinstance(drawn := self.buffer.draw(), Shortage):
-                self.end_next()
+                self.wait_for_more()
             waited_s += self.now_s - asked_s
             lease_id, groups = drawn
             ages += [groups.version - self.version_of.pop(i) for i in groups.ids]
@@ -185,6 +187,17 @@ class _World:
         return Outcome(
             waited_s / took_s, mean(ages), max(ages), (num_steps - num_left_out) / took_s
         )
+
+    def wait_for_more(self) -> None:
+        """As a draw is woken: by a group that makes a step full, or when its slice is over."""
+        tried_s = self.now_s
+        self.admit()  # what was lacked may have been let in
+        self.end_next()
+        while (
+            self.buffer.ready_counts().total() < self.load.groups_per_step
+            and self.now_s < tried_s + SLICE_S
+        ):
+            self.end_next()
 
     def admit(self) -> None:
         """As many groups as workers and buffer take."""

@@ -210,12 +210,15 @@ def _derived(sweep: Sweep, values: Mapping[str, Any], base: RunConfig) -> dict[s
     """What follows from the mode: staleness policy, lookahead, a buffer that holds the window; and
     ||C|| is measured under every objective that clips."""
     found: dict[str, Any] = {}
+    lookahead = values.get("replay.lookahead", base.replay.lookahead)
     if sweep.file.mode == "exact":
         found["replay.staleness_policy"] = "exact"
+        if lookahead == "adaptive":  # of the base, for its own runs
+            found["replay.lookahead"] = "full"
     elif values.get("replay.staleness_policy", base.replay.staleness_policy) == "exact":
         found["replay.staleness_policy"] = "pace"
     # What varies is the bound: arms that admit only what they need would all be equally stale.
-    if sweep.file.mode == "bound" and values.get("replay.lookahead", base.replay.lookahead) is None:
+    if sweep.file.mode == "bound" and lookahead is None:
         found["replay.lookahead"] = "full"
     lag = int(values.get("replay.max_staleness", base.replay.max_staleness))
     step = int(values.get("replay.groups_per_step", base.replay.groups_per_step))

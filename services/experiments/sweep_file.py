@@ -100,7 +100,7 @@ class SweepFile(FrozenModel):
     """Configuration that every arm starts from; None: the defaults."""
     mode: Literal["exact", "bound"] = "exact"
     """exact: every trained token is exactly so many versions old. bound: the live asynchronous
-    loop, with staleness as its bound."""
+    loop, with staleness as its bound and, unless it is set, a full lookahead."""
     loop: Literal["in-process", "train"] = "in-process"
     """in-process: buffer, engine and learner of an arm in one process, policy.backend torch. train:
     each arm is a `leeway train` of its own, with Redis, Ray Serve and the configured engine."""

@@ -168,10 +168,12 @@ def schedule(
     max_steps: int,
 ) -> Schedule:
     """Play the recording under `policy`, in its order, each group once."""
-    config = ReplayConfig.model_validate(
-        config.model_dump()
-        | {"staleness_policy": policy, "max_groups": max(config.max_groups, config.window)}
-    )
+    changed = {
+        "staleness_policy": policy,
+        "lookahead": config.lookahead if policy == "pace" else None,
+        "max_groups": max(config.max_groups, config.window),
+    }
+    config = ReplayConfig.model_validate(config.model_dump() | changed)
     return _Simulation(groups, config, num_at_once, step_s, max_steps).run()
 
 

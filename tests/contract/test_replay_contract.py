@@ -117,13 +117,13 @@ async def test_admission_with_a_lease_in_hand_counts_the_step_as_taken(build_rep
 
 
 async def slow_learner(build_replay) -> Replay:
-    """Eight draws of 2 from a window of 8; each step ends with 6 ready, of which its draw leaves 4.
-    So 6 - 4 are needed, and half a group makes 3. The learner is at 8, 4 groups are ready."""
+    """Nine draws of 2 from a window of 8; each step ends with 6 ready, and the next draw leaves 4.
+    So 6 - 4 are needed, and half a group makes 3. The learner is at 9, 4 groups are ready."""
     replay = build_replay(max_staleness=3, lookahead="adaptive", max_groups=20)
     await fill(replay, 8)
-    for version in range(8):
+    for version in range(9):
         lease = await replay.draw(SOON_S)
-        if 0 < version < 7:
+        if 0 < version < 8:
             await fill(replay, 2, version)
         await replay.acknowledge(lease, v(version + 1))
     assert (await replay.stats()).num_held_back == 5
@@ -133,14 +133,14 @@ async def slow_learner(build_replay) -> Replay:
 async def test_an_adaptive_lookahead_admits_what_draws_have_needed(build_replay):
     replay = await slow_learner(build_replay)
     with pytest.raises(WaitTimeout, match=r"\(lookahead\): 2 groups .*holds 5 of the window's"):
-        await replay.admit(1, v(8), SOON_S)
-    waiting = asyncio.create_task(replay.admit(9, v(8), AMPLE_S))
+        await replay.admit(1, v(9), SOON_S)
+    waiting = asyncio.create_task(replay.admit(9, v(9), AMPLE_S))
     await asyncio.sleep(SOON_S)
     assert not waiting.done(), "4 are outstanding"
     # Who waits hears of the draw, and need not wait for its end.
     lease = await replay.draw(SOON_S)
     assert len(await waiting) == 1
-    await replay.acknowledge(lease, v(9))
+    await replay.acknowledge(lease, v(10))
 
 
 async def test_what_a_draw_lacks_may_be_admitted_at_once(build_replay):
@@ -148,8 +148,8 @@ async def test_what_a_draw_lacks_may_be_admitted_at_once(build_replay):
     await train(replay)
     await train(replay)
     # A worker takes all slots and dies; until they expire, nobody fills them.
-    await replay.admit(3, v(10), SOON_S)
-    waiting = asyncio.create_task(replay.admit(2, v(10), AMPLE_S))
+    await replay.admit(3, v(11), SOON_S)
+    waiting = asyncio.create_task(replay.admit(2, v(11), AMPLE_S))
     drawing = asyncio.create_task(replay.draw(AMPLE_S))
     slots = await waiting
     assert len(slots) == 2
@@ -158,6 +158,16 @@ async def test_what_a_draw_lacks_may_be_admitted_at_once(build_replay):
         await replay.add(slot, build_group(slot))
     assert ids(await drawing) == {slot.slot_id for slot in slots}
     assert (await replay.stats()).num_held_back == 3, "given back once"
+
+
+async def test_a_draw_that_is_handed_back_tells_nothing_new(build_replay):
+    replay = build_replay(max_staleness=8, lookahead="adaptive", max_groups=20)
+    await fill(replay, 10)
+    await train(replay)
+    held_back = (await replay.stats()).num_held_back
+    for _ in range(12):
+        await replay.release(await replay.draw(SOON_S))
+    assert (await replay.stats()).num_held_back == held_back
 
 
 async def test_a_full_lookahead_holds_nothing_back(build_replay):

@@ -50,6 +50,7 @@ max_groups_in_flight = 4
 [replay]
 groups_per_step = 2
 max_staleness = 8
+lookahead = "full"
 
 [learner]
 objective = "so-ppo"

@@ -124,14 +124,15 @@ def test_lua_and_python_agree_on_the_limiter(server, limiter, size, inserts, sam
 
 ASK_LOOKAHEAD = """
 local arg = cmsgpack.unpack(ARGV[1])
-local held_back, most_needed, num_draws, num_doublings = unpack(arg.before)
+local admitted, most_needed, num_draws, num_doublings, was_cut = unpack(arg.before)
+local most = most_outstanding(admitted, arg.step, arg.window)
 if arg.num_left < 0 then
-  return {held(held_back, arg.step, arg.window), short_of(
-    held_back, num_doublings, -arg.num_left, arg.step, arg.window)}
+  return cmsgpack.pack({most, short_of(
+    admitted, num_doublings, was_cut, -arg.num_left, arg.step, arg.window)})
 end
-return {held(held_back, arg.step, arg.window), after_draw(
-  held_back, most_needed, num_draws, num_doublings,
-  arg.num_left, arg.outstanding, arg.was_blocked, arg.step, arg.window)}
+return cmsgpack.pack({most, after_draw(
+  admitted, most_needed, num_draws, num_doublings, was_cut,
+  arg.num_left, arg.outstanding, arg.was_blocked, arg.step, arg.window)})
 """
 
 
@@ -142,6 +143,7 @@ return {held(held_back, arg.step, arg.window), after_draw(
         st.integers(-40, 40),
         st.integers(-9, 130),
         st.integers(0, 4),
+        st.booleans(),
     ),
     st.integers(-9, 40),
     st.integers(0, 40),
@@ -157,7 +159,7 @@ def test_lua_and_python_agree_on_the_lookahead(
 ):
     window = step + more
     arguments = {
-        "before": msgspec.structs.astuple(before),
+        "before": [int(number) for number in msgspec.structs.astuple(before)],
         "num_left": num_left,
         "outstanding": outstanding,
         "was_blocked": was_blocked,
@@ -166,14 +168,17 @@ def test_lua_and_python_agree_on_the_lookahead(
     }
     with redis.Redis.from_url(server.admin_url) as client:
         script = lua_text("rule") + ASK_LOOKAHEAD
-        held, *after = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore[misc]
-    assert held == before.held(step, window)
+        packed: bytes = client.eval(script, 0, msgspec.msgpack.encode(arguments))  # type: ignore
+    most, *after = msgspec.msgpack.decode(packed)
+    assert most == before.most_outstanding(step, window)
     if num_left < 0:
-        held_back, num_doublings = after
-        lookahead = Lookahead(held_back, num_doublings=num_doublings)
-        assert lookahead == before.short_of(-num_left, step, window)
+        admitted, num_doublings = after
+        found = Lookahead(admitted, num_doublings=num_doublings)
+        assert found == before.short_of(-num_left, step, window)
         return
-    assert Lookahead(*after) == before.after_draw(num_left, outstanding, was_blocked, step, window)
+    admitted, most_needed, num_draws, was_cut = after
+    found = Lookahead(admitted, most_needed, num_draws, before.num_doublings, bool(was_cut))
+    assert found == before.after_draw(num_left, outstanding, was_blocked, step, window)
 
 
 ASK_SCORES = """

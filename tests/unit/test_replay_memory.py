@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 
@@ -11,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from leeway.replay.bounds import check_staleness
 from leeway.replay.config import ReplayConfig, StalenessPolicy
+from leeway.replay.errors import WaitTimeout
 from leeway.replay.memory_buffer import Buffer
+from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.store import Lease, Slot
 from leeway.replay.stored import entry_of, lease_of
 from leeway.replay.synthetic import build_group
@@ -223,3 +226,19 @@ def test_exact_drops_a_mixed_group_that_was_buffered_under_pace():
     buffer.restore_version(1)
     assert exact_run(buffer, 3) == [[1, 0], [1, 1], [1, 1]]
     assert buffer.dropped.groups == {"mixed-versions": 1}
+
+
+async def test_two_callers_that_wait_for_a_step_do_not_wake_each_other(monkeypatch):
+    num_tries = 0
+    draw_once = Buffer.draw
+
+    def counted(buffer: Buffer) -> object:
+        nonlocal num_tries
+        num_tries += 1
+        return draw_once(buffer)
+
+    monkeypatch.setattr(Buffer, "draw", counted)
+    replay = MemoryReplay(ReplayConfig(groups_per_step=2))
+    waits = await asyncio.gather(replay.draw(0.2), replay.draw(0.2), return_exceptions=True)
+    assert all(isinstance(wait, WaitTimeout) for wait in waits)
+    assert num_tries <= 8

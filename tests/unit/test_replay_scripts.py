@@ -60,7 +60,7 @@ def test_the_state_and_the_limits_are_places_of_arrays(name):
 
 def test_the_layout_is_the_first_number_of_the_state_and_the_limits_are_the_last_text():
     assert STATE_FIELDS.index("layout") == 0
-    assert STATE_FIELDS.index("room_signal") == 31
+    assert STATE_FIELDS.index("room_signal") == 33
     assert STATE_FIELDS[-1] == "config"
     assert LIMIT_FIELDS.index("is_adaptive") == 13
 

@@ -63,6 +63,14 @@ def test_the_lookahead_of_a_bound_may_be_varied(tmp_path: Path):
     assert kinds == {"full", "adaptive"}
 
 
+def test_an_adaptive_base_is_no_matter_where_every_lag_is_exact(tmp_path: Path):
+    (tmp_path / "base.toml").write_text('[replay]\nlookahead = "adaptive"\n')
+    head = HEAD.replace(str(CONFIGS / "stability.toml"), "base.toml")
+    text = head + '[set]\npolicy.backend = "torch"\n' + GRID
+    sweep = load_sweep(write(tmp_path, text))
+    assert {arm_config(sweep, arm).replay.lookahead for arm in grid_arms(sweep)} == {"full"}
+
+
 @pytest.mark.parametrize(
     ("axis", "values"),
     [

@@ -68,6 +68,12 @@ def test_a_group_that_takes_three_steps_is_dropped_under_drop_and_trained_under_
     assert max(ages(paced)) <= 1
 
 
+def test_an_adaptive_lookahead_goes_with_pace_alone():
+    groups = [group(number, 1.0) for number in range(6)]
+    for policy in ("pace", "drop"):
+        assert play(groups, policy, lookahead="adaptive").steps  # type: ignore[arg-type]
+
+
 def test_pace_waits_for_the_long_group_rather_than_leave_it_behind():
     groups = [group(0, 3.0), *(group(n, 1.0) for n in range(1, 6))]
     # Two steps may pass with group 0 of version 0; the second must be its own, at 3 s.
