@@ -478,7 +478,7 @@ class Buffer:
         for lease_id in list(self.leases):
             self.return_lease(lease_id)
         self.learner_version = self.ramp_version = version
-        self._first_left, self._was_blocked = None, False
+        self._first_left, self._was_blocked, self._outstanding = None, False, -1
         lost_groups = [i for i, g in self.groups.items() if g.record.newest > version]
         for group_id in lost_groups:
             self._drop_group(group_id, "lost-version")

@@ -24,7 +24,7 @@ for _, member in ipairs(call('ZRANGE', key.slots, 0, -1)) do
     S.has_ceilings = true
   end
 end
-S.is_tried = 0  -- what a learner of before found is of no use
+S.is_tried, S.outstanding = 0, -1  -- what a learner of before found is of no use
 wake_room()
 wake_data()
 save()

@@ -1,4 +1,5 @@
--- The arithmetic of schedule.py, limiter.py and, at the end, lookahead.py. Counts are tables of version -> number of groups.
+-- The arithmetic of schedule.py, limiter.py and, at the end, lookahead.py. Counts are tables of
+-- version -> number of groups.
 
 local function due(counts, last_version)
   local total = 0

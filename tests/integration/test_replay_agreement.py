@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 
 from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import SlotExpired, WaitTimeout
@@ -20,6 +21,7 @@ from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 from leeway.replay.store import Lease, Replay, Slot
 from leeway.replay.synthetic import build_group
+from tests.chaos.replay_ledger import scripts_on_our_clock, set_clock
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +197,37 @@ async def test_redis_and_memory_agree_on_random_sequences_of_calls(server, seed,
     assert is_both or not twins.is_adaptive, "some were held back, and some admitted again"
     for store in twins.stores:
         await store.close()
+
+
+async def test_a_draw_that_goes_on_waiting_has_more_admitted_every_five_seconds(server):
+    """A window of 10 groups, of which a new buffer admits 5; a step is 1."""
+    config = ReplayConfig(groups_per_step=1, max_staleness=9, lookahead="adaptive")
+    now_s = 0.0
+    with scripts_on_our_clock(), redis.Redis.from_url(server.admin_url) as admin:
+        set_clock(admin, now_s)
+        run = f"test-{uuid.uuid4().hex}"
+        stores: tuple[Replay, ...] = (
+            RedisReplay(server.url, run, config),
+            MemoryReplay(config, clock=lambda: now_s),
+        )
+        seen: list[list[int]] = [[], []]
+        for store in stores:
+            with pytest.raises(WaitTimeout):
+                await store.draw(0)  # the first of all finds none, which says nothing
+            (slot,) = await store.admit(1, PolicyVersion(0), 0)
+            await store.add(slot, build_group(slot))
+            lease = await store.draw(0)
+            await store.acknowledge(lease, PolicyVersion(1))
+        for now_s in (1.0, 2.0, 5.75, 6.0, 6.25, 11.0):
+            set_clock(admin, now_s)
+            for store, held_back in zip(stores, seen, strict=True):
+                with pytest.raises(WaitTimeout, match="0 are ready"):
+                    await store.draw(0)
+                held_back.append((await store.stats()).num_held_back)
+        # The first try at 1 s: one is missing. Then at 6 and at 11 s.
+        assert seen == [[4, 4, 4, 3, 3, 2]] * 2
+        for store in stores:
+            await store.close()
 
 
 def _words(result: object) -> str:
