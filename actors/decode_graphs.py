@@ -1,8 +1,7 @@
 """Decoding steps replayed as CUDA graphs: one launch instead of a hundred for a small network.
 
-A step is captured the first time its size is met, for a number of rows (powers of two) and a number
-of positions read (multiples of LENGTH_STEP). Weights and cache are read where they lie, so a graph
-outlives every change of weights.
+A step is captured the first time its number of rows is met (powers of two). Weights and cache are
+read where they lie, so a graph outlives every change of weights.
 
 Letters: `B` rows of a graph, `S` slots, `V` vocabulary.
 """
@@ -19,8 +18,6 @@ from leeway.actors.decoder import Decoder, Feed, Sampled, sample
 
 MIN_ROWS: Final = 8
 """Rows of the smallest graph; fewer would not be faster."""
-LENGTH_STEP: Final = 256
-"""Positions by which graphs differ in length."""
 BURST: Final = 4
 """Steps in a row without the host. More of them would go on behind more rows' ends."""
 
@@ -36,7 +33,7 @@ class GraphStep:
         num_slots, device = decoder.num_slots, decoder.device
         self._decoder = decoder
         self._generator = generator
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # Graphs read and write these, each its first B rows.
         # Rows: id, slot, position, and 1 for a sampled row or 0 for a greedy one.
@@ -50,65 +47,51 @@ class GraphStep:
     def __call__(self, feeds: Sequence[Feed], temperatures: Sequence[float]) -> list[Sampled]:
         """Next BURST tokens of each row and their log-probs."""
         num_rows = self._num_rows(len(feeds))
-        num_read = self._num_read(BURST + max(feed.start for feed in feeds))
-        # With a row for every slot, the network wants each in the place of its slot.
-        is_full = num_rows == self._decoder.num_slots
-        places = [feed.slot for feed in feeds] if is_full else list(range(len(feeds)))
-        if (num_rows, num_read) not in self._graphs:
-            self._graphs[num_rows, num_read] = self._capture(num_rows, num_read)
-        self._fill(feeds, temperatures, places, num_rows)
+        if num_rows not in self._graphs:
+            self._graphs[num_rows] = self._capture(num_rows)
+        self._fill(feeds, temperatures, num_rows)
         for output_2S in self._outputs_N2S:
             # Drawn outside the graphs, which would each need to know of the generator.
             self._uniform_SV[:num_rows].uniform_(generator=self._generator)
-            self._graphs[num_rows, num_read].replay()
+            self._graphs[num_rows].replay()
             output_2S.copy_(self._output_2S)
-        outputs_N2B = self._outputs_N2S.cpu().numpy()[:, :, places]
+        outputs_N2B = self._outputs_N2S.cpu().numpy()[:, :, : len(feeds)]
         return [Sampled(o[0].astype(np.int64).tolist(), o[1].tolist()) for o in outputs_N2B]
 
     def _num_rows(self, num: int) -> int:
         """3 -> 8, 9 -> 16, at most all slots."""
         return min(self._decoder.num_slots, max(MIN_ROWS, 1 << (num - 1).bit_length()))
 
-    def _num_read(self, num: int) -> int:
-        """256 -> 256, 257 -> 512, at most the whole cache."""
-        return min(self._decoder.num_positions, -(-num // LENGTH_STEP) * LENGTH_STEP)
-
-    def _fill(
-        self,
-        feeds: Sequence[Feed],
-        temperatures: Sequence[float],
-        places: list[int],
-        num_rows: int,
-    ) -> None:
+    def _fill(self, feeds: Sequence[Feed], temperatures: Sequence[float], num_rows: int) -> None:
         # The step before has ended, since its tokens were read: the staging area is free.
         staged_4R = self._staged_4S[:, :num_rows].numpy()
         # Rows that fill the batch up write to the cache's last position, where no sequence comes.
         staged_4R[0], staged_4R[3] = 0, 0
         staged_4R[1] = np.arange(num_rows)
         staged_4R[2] = self._decoder.num_positions - 1
-        staged_4R[:3, places] = np.array([[f.ids[-1], f.slot, f.start] for f in feeds]).T
-        staged_4R[3, places] = temperatures
+        staged_4R[:3, : len(feeds)] = np.array([[f.ids[-1], f.slot, f.start] for f in feeds]).T
+        staged_4R[3, : len(feeds)] = temperatures
         # Whole tensors: a part of one would be gathered first.
         self._input_4S.copy_(self._staged_4S, non_blocking=True)
 
-    def _capture(self, num_rows: int, num_read: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph:
         # Kernels load and workspaces are made on their first run, which must not be captured. Its
         # rows write to the cache's last position, where no sequence comes.
         self._input_4S[2] = self._decoder.num_positions - 1
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._run(num_rows, num_read)
+            self._run(num_rows)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # "thread_local": a learner that allocates on another thread must not break the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._run(num_rows, num_read)
+            self._run(num_rows)
         return graph
 
-    def _run(self, num_rows: int, num_read: int) -> None:
+    def _run(self, num_rows: int) -> None:
         ids_B, slot_B, position_B, is_sampled_B = self._input_4S[:, :num_rows]
-        logits_BV = self._decoder.static_logits(ids_B, slot_B, position_B, num_read)
+        logits_BV = self._decoder.static_logits(ids_B, slot_B, position_B)
         token_B, lp_B = sample(logits_BV, is_sampled_B.float(), self._uniform_SV[:num_rows])
         self._output_2S[0, :num_rows].copy_(token_B)
         self._output_2S[1, :num_rows].copy_(lp_B)

@@ -5,7 +5,7 @@ last. Two ways through the same layers:
 
     logits         rows of any length, packed one behind another: prompts, and on a CPU single
                    tokens too
-    static_logits  one token a row at fixed shapes, which a CUDA graph can replay
+    static_logits  one token a row at fixed shapes, on a GPU, which a CUDA graph can replay
 
 Letters: `N` new tokens of all rows, `B` rows, `T` new tokens of one row, `S` slots, `M` cache
 positions, `L` positions read, `H` hidden width, `Q` query heads, `K` key/value heads, `G` = Q / K,
@@ -150,8 +150,8 @@ class Decoder:
         # One position more than a sequence has: rows that only fill a batch up write there.
         self.num_positions = -(-(max_len + 1) // POSITION_MULTIPLE) * POSITION_MULTIPLE
         self.vocab_size: int = self._head.weight.shape[0]
-        self._cos_MD, self._sin_MD = _rotary(network.model.rotary_emb, self)
-        head_width = self._cos_MD.shape[1]
+        self._rotary_2MD = _rotary(network.model.rotary_emb, self)
+        head_width = self._rotary_2MD.shape[2]
         # Zeros, not garbage: a masked position still meets a factor of 0, and 0 * nan is nan.
         self._cache = torch.zeros(
             (num_slots, len(self._layers), 2, self._num_kv, self.num_positions, head_width),
@@ -193,53 +193,46 @@ class Decoder:
         read_BH = attend(q_BQD, len(self._layers) - 1)
         return self._head(self._norm(self._through(x_NH[end_B], read_BH, layer), self._norm_H))
 
-    def static_logits(
-        self, ids_B: Tensor, slot_B: Tensor, position_B: Tensor, num_read: int
-    ) -> Tensor:
-        """Logits [B, V] behind one token a row, of which none stands at `num_read` or later.
+    def static_logits(self, ids_B: Tensor, slot_B: Tensor, position_B: Tensor) -> Tensor:
+        """Logits [B, V] behind one token a row. Rows at the cache's last position, where no
+        sequence comes, are not read: they fill the batch up."""
+        # Triton comes with the builds of torch for GPUs alone.
+        from leeway.actors.decode_kernels import read_cache, rotate_and_store
 
-        With as many rows as slots, row b must be slot b: the cache is then read where it lies.
-        Otherwise the rows' slots are copied together first.
-        """
-        reads_all = len(slot_B) == self.num_slots
-        allowed_BL = torch.arange(num_read, device=self.device) <= position_B[:, None]
-        mask_BL = torch.zeros_like(allowed_BL, dtype=self.dtype).masked_fill(
-            ~allowed_BL, -torch.inf
-        )
-
-        places = self._places(slot_B, position_B)
         x_BH = F.embedding(ids_B, self._embedding_VH)
         for layer, cache in zip(self._layers, self._layer_caches, strict=True):
-            # All G heads of a group ask from one position, so they are G queries of one head.
-            q_BKGD = self._write(x_BH, layer, cache, places).unflatten(1, (self._num_kv, -1))
-            kv = cache[..., :num_read, :] if reads_all else cache[..., :num_read, :][slot_B]
-            read_BKGD = F.scaled_dot_product_attention(
-                q_BKGD, kv[:, 0], kv[:, 1], attn_mask=mask_BL[:, None, None]
-            )
-            x_BH = self._through(x_BH, read_BKGD.flatten(1), layer)
+            qk_BXD, v_BKD = self._project(x_BH, layer)
+            q_BQD = rotate_and_store(qk_BXD, v_BKD, self._rotary_2MD, cache, slot_B, position_B)
+            read_BQD = read_cache(q_BQD, cache, slot_B, position_B, self._scale)
+            x_BH = self._through(x_BH, read_BQD.flatten(1), layer)
         return self._head(self._norm(x_BH, self._norm_H))
 
     def _places(self, slot_N: Tensor, position_N: Tensor) -> _Places:
-        cos, sin = self._cos_MD[position_N], self._sin_MD[position_N]
-        return _Places(slot_N, position_N, cos[:, None], sin[:, None])
+        cos, sin = self._rotary_2MD[:, position_N, None]
+        return _Places(slot_N, position_N, cos, sin)
 
     def _write(self, x_NH: Tensor, layer: _Layer, cache: Tensor, places: _Places) -> Tensor:
         """Queries [N, Q, D] of the tokens; their keys and values go into the layer's cache."""
         slot_N, position_N, cos, sin = places
-        qkv = F.linear(self._norm(x_NH, layer.input_norm_H), *layer.qkv)
-        qk, v_NKD = qkv.unflatten(1, (self._num_q + 2 * self._num_kv, -1)).split(
-            [self._num_q + self._num_kv, self._num_kv], dim=1
-        )
-        qk = _rotate(self._norm_heads(qk, layer), cos, sin)
+        qk, v_NKD = self._project(x_NH, layer)
+        qk = _rotate(qk, cos, sin)
         cache[slot_N, 0, :, position_N] = qk[:, self._num_q :]
         cache[slot_N, 1, :, position_N] = v_NKD
         return qk[:, : self._num_q]
 
+    def _project(self, x_NH: Tensor, layer: _Layer) -> tuple[Tensor, Tensor]:
+        """Queries and keys [N, Q + K, D] before their rotation, and values [N, K, D]."""
+        qkv = F.linear(self._norm(x_NH, layer.input_norm_H), *layer.qkv)
+        qk, v_NKD = qkv.unflatten(1, (self._num_q + 2 * self._num_kv, -1)).split(
+            [self._num_q + self._num_kv, self._num_kv], dim=1
+        )
+        return self._norm_heads(qk, layer), v_NKD
+
     def _through(self, x_NH: Tensor, read_NH: Tensor, layer: _Layer) -> Tensor:
         """The block's output, from its input and from what attention read [N, Q * D]."""
-        x_NH = x_NH + F.linear(read_NH, *layer.out)
+        x_NH = _added(x_NH, read_NH, *layer.out)
         gate, up = F.linear(self._norm(x_NH, layer.mlp_norm_H), *layer.gate_up).chunk(2, -1)
-        return x_NH + F.linear(F.silu(gate) * up, *layer.down)
+        return _added(x_NH, F.silu(gate) * up, *layer.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)
@@ -388,13 +381,18 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-def _rotary(rotary_emb: Any, decoder: Decoder) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [M, D] of all positions; see _rotate for the sign."""
+def _rotary(rotary_emb: Any, decoder: Decoder) -> Tensor:
+    """[2, M, D] cosines and signed sines of all positions; see _rotate for the sign."""
     positions = torch.arange(decoder.num_positions, device=decoder.device)[None]
     like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
     cos_MD, sin_MD = (table[0] for table in rotary_emb(like, positions))
     half = sin_MD.shape[1] // 2
-    return cos_MD, torch.cat([-sin_MD[:, :half], sin_MD[:, half:]], dim=1)
+    return torch.stack([cos_MD, torch.cat([-sin_MD[:, :half], sin_MD[:, half:]], dim=1)])
+
+
+def _added(x_NH: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x + weight y + bias, in place of x: one kernel."""
+    return x_NH.addmm_(y, weight.T) if bias is None else x_NH.add_(bias).addmm_(y, weight.T)
 
 
 def _rotate(x_NXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

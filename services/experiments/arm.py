@@ -2,6 +2,7 @@
 
     python -m leeway.services.experiments.arm FOLDER [--base FILE] [--gpu-share 0.125]
                                                      [--keep-every-s 60]
+                                                     [--micro-batch-tokens 16384]
 
 FOLDER holds arm.json. It receives metrics.jsonl and evaluations.jsonl as they come, and result.json
 at the end, also when the arm failed by an error of its own. An arm that was killed leaves none, and
@@ -46,12 +47,16 @@ def main() -> None:
     parser.add_argument("--base", type=Path)
     parser.add_argument("--gpu-share", type=float, default=0.0)
     parser.add_argument("--keep-every-s", type=float)
+    parser.add_argument("--micro-batch-tokens", type=int)
     options = parser.parse_args()
     spec = msgspec.json.decode((options.folder / ARM).read_bytes(), type=ArmSpec)
     config: RunConfig | None = None
     began = time.monotonic()
     try:
-        config = load(options.base, spec.overrides)
+        overrides = list(spec.overrides)
+        if options.micro_batch_tokens is not None:
+            overrides.append(f"learner.micro_batch_tokens={options.micro_batch_tokens}")
+        config = load(options.base, overrides)
         bound_memory(options.gpu_share)
         result = asyncio.run(_play(spec, config, options.folder, options.keep_every_s))
     except Exception as error:

@@ -72,6 +72,9 @@ class Resources(FrozenModel):
     num_gpus: float = Field(default=0.0, ge=0)
     """GPUs of one arm. A part, such as 0.125, puts eight arms on one GPU and bounds the memory of
     each to its part, less what the driver keeps for a process. 0 hides the GPUs from every arm."""
+    micro_batch_tokens: int | None = Field(default=None, ge=256)
+    """In place of learner.micro_batch_tokens. It decides speed and memory, and results only by
+    rounding, so an arm is the same arm whatever this is. None: as the arm is configured."""
     max_parallel: int | None = Field(default=None, ge=1)
     """Most arms beside each other; None: as many as cores and GPUs hold."""
     arm_timeout_s: float = Field(default=7200.0, gt=0)

@@ -214,6 +214,8 @@ class Driver:
         arguments = ["leeway.services.experiments.arm", str(folder)]
         arguments += ["--gpu-share", f"{resources.num_gpus:g}"]
         arguments += ["--keep-every-s", f"{resources.checkpoint_every_s:g}"]
+        if resources.micro_batch_tokens is not None:
+            arguments += ["--micro-batch-tokens", str(resources.micro_batch_tokens)]
         if self._sweep.base is not None:
             arguments += ["--base", str(self._sweep.base)]
         return Job(folder, tuple(arguments), resources.arm_timeout_s)

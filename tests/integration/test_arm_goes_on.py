@@ -34,11 +34,13 @@ KEYS = (
 )
 
 
-def begin(folder: Path, base: Path, *more: str) -> subprocess.Popen[bytes]:
+def begin(
+    folder: Path, base: Path, *more: str, keys: tuple[str, ...] = KEYS
+) -> subprocess.Popen[bytes]:
     """The arm's process. Its threads are few, so that sums come out alike."""
     spec = ArmSpec(
         name="arm", objective="so-ppo", staleness=2, seed=0, variant={}, is_scan=False,
-        overrides=KEYS, mode="exact", loop="in-process", collapse=CollapseRule().model_dump(),
+        overrides=keys, mode="exact", loop="in-process", collapse=CollapseRule().model_dump(),
     )  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / ARM).write_bytes(msgspec.json.encode(spec))
@@ -101,3 +103,20 @@ def test_an_arm_that_was_killed_twice_ends_bit_for_bit_as_one_that_was_not(
     seconds = [line["wall_s"] for line in lines]
     assert seconds == sorted(seconds)
     assert not (folder / CHECKPOINT).exists()
+
+
+def test_the_size_of_micro_batches_decides_nothing_but_how_many_there_are(
+    tmp_path: Path, tiny: Callable[[], Path]
+):
+    base = tiny() / "tiny.toml"
+    plain, cut = tmp_path / "plain", tmp_path / "cut"
+    size = ("--micro-batch-tokens", "256")
+    keys = (*KEYS, "rollout.group_size=8", "learner.num_steps=3")
+    arms = [(plain, begin(plain, base, keys=keys)), (cut, begin(cut, base, *size, keys=keys))]
+    for folder, process in arms:
+        result_of(folder, process)
+    one, other = (read_lines(folder / METRICS)[0] for folder in (plain, cut))
+    assert other["num_micro_batches"] > one["num_micro_batches"]
+    for key in ("loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm"):
+        assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-7)
+    assert other["learning_rate"] == one["learning_rate"]

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from leeway.actors.config import PolicyConfig, bundled_dir
 from leeway.actors.decoder import Decoder, Feed, Sampled, sample
@@ -28,65 +20,10 @@ from leeway.actors.tokens import Tokens, write_byte_tokenizer
 from leeway.actors.torch_policy import TorchPolicy
 from leeway.replay.errors import ConfigurationError
 from leeway.replay.schema import PolicyVersion
+from tests.unit.small_models import CONFIGS, build_model, oracle, random_rows
 
 MAX_LEN = 96
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CONFIGS: dict[str, tuple[type, dict[str, object]]] = {
-    "llama": (LlamaConfig, {}),
-    "llama-tied": (LlamaConfig, {"tie_word_embeddings": True, "head_dim": 32}),
-    "llama-biased": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "llama-scaled-rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
-    "llama-ungrouped": (LlamaConfig, {"num_key_value_heads": 4}),
-    "mistral": (MistralConfig, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, {"head_dim": 32}),
-}
 SLOT_OF_ROW = (2, 0, 3)
-
-
-def build_model(name: str = "llama", seed: int = 0, **changes: object) -> Any:
-    kind, more = CONFIGS[name]
-    sizes = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(kind(**{**sizes, **more, **changes})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases are zero at the start, norms one
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-def oracle(model: Any, ids: list[int]) -> torch.Tensor:
-    """Log-probs [L, V] behind every token, by transformers."""
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-
-
-def random_rows(vocabulary: int = 97) -> list[list[int]]:
-    return [random.Random(n).choices(range(vocabulary), k=n) for n in (5, 17, 60)]
-
-
-def static(decoder: Decoder, rows: list[list[int]], slots: tuple[int, ...]) -> torch.Tensor:
-    last = torch.tensor([row[-1] for row in rows])
-    position = torch.tensor([len(row) - 1 for row in rows])
-    return decoder.static_logits(last, torch.tensor(slots), position, 64).log_softmax(-1)
 
 
 # ---- the network
@@ -104,16 +41,6 @@ def test_log_probs_are_those_of_transformers(name: str):
     torch.testing.assert_close(decoder.logits(prompts).log_softmax(-1), before, atol=1e-4, rtol=0)
     singles = [Feed(s, len(row) - 1, row[-1:]) for s, row in zip(SLOT_OF_ROW, rows, strict=True)]
     torch.testing.assert_close(decoder.logits(singles).log_softmax(-1), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(static(decoder, rows, SLOT_OF_ROW), expected, atol=1e-4, rtol=0)
-
-
-@torch.inference_mode()
-def test_a_static_step_of_all_slots_reads_the_cache_where_it_lies():
-    model, rows = build_model(), random_rows()
-    decoder = Decoder(model, num_slots=3, max_len=MAX_LEN)
-    decoder.logits([Feed(b, 0, row[:-1]) for b, row in enumerate(rows)])
-    expected = torch.stack([oracle(model, row)[-1] for row in rows])
-    torch.testing.assert_close(static(decoder, rows, (0, 1, 2)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("pads_rows", [False, True])

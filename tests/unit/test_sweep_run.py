@@ -47,12 +47,14 @@ class FakeLauncher:
         self._play = play
         self._seconds = seconds
         self.started: list[str] = []
+        self.arguments: list[tuple[str, ...]] = []
         self.beside = 0
         self.most = 0
 
     async def run(self, job: Job) -> str | None:
         spec = msgspec.json.decode((job.folder / "arm.json").read_bytes(), type=ArmSpec)
         self.started.append(spec.name)
+        self.arguments.append(job.arguments)
         self.beside += 1
         self.most = max(self.most, self.beside)
         try:
@@ -113,6 +115,16 @@ def test_what_has_ended_is_not_run_again(tmp_path: Path, use):
     fake = use(FakeLauncher(lambda spec: pytest.fail("it was run again")))
     assert run(tmp_path).phase == "done"
     assert fake.started == []
+
+
+def test_the_size_of_micro_batches_is_no_part_of_an_arm(tmp_path: Path, use):
+    first = use(FakeLauncher(lambda spec: 0.5))
+    run(tmp_path, TEXT + "[resources]\nmicro_batch_tokens = 4096\n")
+    for arguments in first.arguments:
+        assert arguments[arguments.index("--micro-batch-tokens") + 1] == "4096"
+    again = use(FakeLauncher(lambda spec: pytest.fail("it was run again")))
+    assert run(tmp_path, TEXT + "[resources]\nmicro_batch_tokens = 8192\n").phase == "done"
+    assert again.started == []
 
 
 def test_an_arm_that_dies_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path, use):
