@@ -1,6 +1,6 @@
-"""Decoding steps replayed as CUDA graphs: one launch instead of a hundred for a small network.
+"""Decoding steps replayed as CUDA graphs: one launch for a burst of them.
 
-A step is captured the first time its number of rows is met (powers of two). Weights and cache are
+A burst is captured the first time its number of rows is met (powers of two). Weights and cache are
 read where they lie, so a graph outlives every change of weights.
 
 Letters: `B` rows of a graph, `S` slots, `V` vocabulary.
@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from leeway.actors.decoder import Decoder, Feed, Sampled, sample
+from leeway.actors.decoder import Decoder, Feed, Sampled
 
 MIN_ROWS: Final = 8
 """Rows of the smallest graph; fewer would not be faster."""
@@ -37,12 +37,11 @@ class GraphStep:
         self._pool = torch.cuda.graph_pool_handle()
         # Graphs read and write these, each its first B rows.
         # Rows: id, slot, position, and 1 for a sampled row or 0 for a greedy one.
-        self._input_4S = torch.zeros(4, num_slots, dtype=torch.long, device=device)
+        self._state_4S = torch.zeros(4, num_slots, dtype=torch.long, device=device)
         self._staged_4S = torch.zeros(4, num_slots, dtype=torch.long).pin_memory()
-        self._uniform_SV = torch.zeros(num_slots, decoder.vocab_size, device=device)
+        self._uniform_NSV = torch.zeros(BURST, num_slots, decoder.vocab_size, device=device)
         # Token and log-prob in one tensor, so that one transfer brings both. Both are exact in it.
-        self._output_2S = torch.zeros(2, num_slots, dtype=torch.float64, device=device)
-        self._outputs_N2S = self._output_2S.new_zeros(BURST, 2, num_slots)
+        self._outputs_N2S = torch.zeros(BURST, 2, num_slots, dtype=torch.float64, device=device)
 
     def __call__(self, feeds: Sequence[Feed], temperatures: Sequence[float]) -> list[Sampled]:
         """Next BURST tokens of each row and their log-probs."""
@@ -50,11 +49,10 @@ class GraphStep:
         if num_rows not in self._graphs:
             self._graphs[num_rows] = self._capture(num_rows)
         self._fill(feeds, temperatures, num_rows)
-        for output_2S in self._outputs_N2S:
-            # Drawn outside the graphs, which would each need to know of the generator.
-            self._uniform_SV[:num_rows].uniform_(generator=self._generator)
-            self._graphs[num_rows].replay()
-            output_2S.copy_(self._output_2S)
+        # Drawn outside the graphs, which would each need to know of the generator.
+        for uniform_SV in self._uniform_NSV:
+            uniform_SV[:num_rows].uniform_(generator=self._generator)
+        self._graphs[num_rows].replay()
         outputs_N2B = self._outputs_N2S.cpu().numpy()[:, :, : len(feeds)]
         return [Sampled(o[0].astype(np.int64).tolist(), o[1].tolist()) for o in outputs_N2B]
 
@@ -63,21 +61,21 @@ class GraphStep:
         return min(self._decoder.num_slots, max(MIN_ROWS, 1 << (num - 1).bit_length()))
 
     def _fill(self, feeds: Sequence[Feed], temperatures: Sequence[float], num_rows: int) -> None:
-        # The step before has ended, since its tokens were read: the staging area is free.
+        # The burst before has ended, since its tokens were read: the staging area is free.
         staged_4R = self._staged_4S[:, :num_rows].numpy()
         # Rows that fill the batch up write to the cache's last position, where no sequence comes.
         staged_4R[0], staged_4R[3] = 0, 0
         staged_4R[1] = np.arange(num_rows)
-        staged_4R[2] = self._decoder.num_positions - 1
+        staged_4R[2] = self._decoder.last_position
         staged_4R[:3, : len(feeds)] = np.array([[f.ids[-1], f.slot, f.start] for f in feeds]).T
         staged_4R[3, : len(feeds)] = temperatures
         # Whole tensors: a part of one would be gathered first.
-        self._input_4S.copy_(self._staged_4S, non_blocking=True)
+        self._state_4S.copy_(self._staged_4S, non_blocking=True)
 
     def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph:
-        # Kernels load and workspaces are made on their first run, which must not be captured. Its
-        # rows write to the cache's last position, where no sequence comes.
-        self._input_4S[2] = self._decoder.num_positions - 1
+        # Kernels are compiled and loaded on their first run, which must not be captured. Its rows
+        # write to the cache's last position, where no sequence comes.
+        self._state_4S[2] = self._decoder.last_position
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -90,11 +88,6 @@ class GraphStep:
         return graph
 
     def _run(self, num_rows: int) -> None:
-        ids_B, slot_B, position_B, is_sampled_B = self._input_4S[:, :num_rows]
-        logits_BV = self._decoder.static_logits(ids_B, slot_B, position_B)
-        token_B, lp_B = sample(logits_BV, is_sampled_B.float(), self._uniform_SV[:num_rows])
-        self._output_2S[0, :num_rows].copy_(token_B)
-        self._output_2S[1, :num_rows].copy_(lp_B)
-        ids_B.copy_(token_B)
-        # Rows that fill the batch up stay at the last position.
-        position_B.add_(1).clamp_(max=self._decoder.num_positions - 1)
+        state_4B = self._state_4S[:, :num_rows]
+        for uniform_SV, output_2S in zip(self._uniform_NSV, self._outputs_N2S, strict=True):
+            self._decoder.static_step(state_4B, uniform_SV, output_2S)

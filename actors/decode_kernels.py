@@ -1,60 +1,165 @@
 """Kernels of a decoding step, one token a row, in Triton.
 
-What torch offers for it wastes a GPU: the fused attention of float32 does the work of 64 queries
-for each, and rotating and storing a token's keys is eight launches. A step of the bundled policy is
-half as long with these, and other processes on the GPU wait less.
+With a small network a step is a chain of tiny kernels, and what counts is how many there are: of
+torch's own it takes a hundred and thirty, of these thirty. Its attention, made for many queries,
+would moreover do the work of 64 for each. Other processes on the same GPU wait less, too: they take
+turns in launching kernels.
 
-Letters: `B` rows, `Q` query heads, `K` key/value heads, `G` = Q / K, `D` head width, `S` slots,
-`M` cache positions, `X` = Q + K. The last dimension of every tensor is contiguous.
+Letters: `B` rows, `H` hidden width, `I` intermediate width, `Q` query heads, `K` key/value heads,
+`D` head width, `S` slots, `M` cache positions, `V` vocabulary. All but caches and tables of angles
+are contiguous. Sums are float32 whatever the type of the weights.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from leeway.actors.decoder import Linear
+
 TILE: Final = 8192
 """Products of queries and keys that a program holds at a time."""
+ROWS: Final = 16
+"""Rows of a program that multiplies: the fewest that Triton's product takes."""
+COLUMNS: Final = 32
+"""Outputs of a program that multiplies; few, so that there are programs for all of a GPU."""
+DEPTH: Final = 64
+"""Inputs that a program which multiplies reads at a time."""
+VOCABULARY: Final = 2048
+"""Logits that a program which samples reads at a time."""
 
 
-def rotate_and_store(
-    qk_BXD: Tensor,
-    v_BKD: Tensor,
+def project(
+    x_BH: Tensor,
+    norm_H: Tensor,
+    qkv: Linear,
+    head_norms: tuple[Tensor, Tensor] | None,
     rotary_2MD: Tensor,
     cache_S2KMD: Tensor,
     slot_B: Tensor,
     position_B: Tensor,
+    eps: float,
 ) -> Tensor:
-    """Rotated queries [B, Q, D]; rotated keys, and values, go into the cache.
+    """Rotated queries [B, Q, D] of the normalised rows; their rotated keys, and their values, go
+    into the cache.
 
-    `rotary_2MD` holds cosines and signed sines of all positions: the halves (a, b) of a head become
-    (a cos - b sin, b cos + a sin).
+    `head_norms` weigh queries and keys [D] where each head is normalised. `rotary_2MD` holds
+    cosines and signed sines of all positions: the halves (a, b) of a head become (a cos - b sin,
+    b cos + a sin).
     """
-    num_rows, num_kv, width = v_BKD.shape
-    num_q = qk_BXD.shape[1] - num_kv
-    q_BQD = torch.empty(num_rows, num_q, width, dtype=qk_BXD.dtype, device=qk_BXD.device)
-    _rotate_and_store[(num_rows, num_q + 2 * num_kv)](
-        qk_BXD,
-        v_BKD,
+    num_rows, hidden = x_BH.shape
+    num_kv, width = cache_S2KMD.shape[2], cache_S2KMD.shape[4]
+    num_heads = qkv.weight.shape[0] // width
+    num_q = num_heads - 2 * num_kv
+    q_norm_D, k_norm_D = head_norms or (norm_H, norm_H)
+    q_BQD = x_BH.new_empty(num_rows, num_q, width)
+    _project[(triton.cdiv(num_rows, ROWS), num_heads)](
+        x_BH,
+        norm_H,
+        qkv.weight,
+        norm_H if qkv.bias is None else qkv.bias,
+        q_norm_D,
+        k_norm_D,
         rotary_2MD,
         cache_S2KMD,
         slot_B,
         position_B,
         q_BQD,
-        *_strides(qk_BXD, 2),
-        *_strides(v_BKD, 2),
+        num_rows,
         *_strides(rotary_2MD, 2),
         *_strides(cache_S2KMD, 4),
+        eps,
         num_q,
         num_kv,
+        hidden,
         width,
-        _power_of_two(width),
+        max(16, _power_of_two(width // 2)),
+        qkv.bias is not None,
+        head_norms is not None,
+        ROWS,
+        DEPTH,
     )
     return q_BQD
+
+
+def linear(x_BH: Tensor, of: Linear, norm_H: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """[B, N] of rows that are normalised first where `norm_H` is given."""
+    out_BN = x_BH.new_empty(len(x_BH), len(of.weight))
+    _launch(x_BH, of, out_BN, norm_H, eps)
+    return out_BN
+
+
+def gated(x_BH: Tensor, gate_up: Linear, norm_H: Tensor, eps: float) -> Tensor:
+    """silu(gate) up [B, I] of the normalised rows; weights of `gate_up` stand one above the
+    other."""
+    out_BI = x_BH.new_empty(len(x_BH), len(gate_up.weight) // 2)
+    _launch(x_BH, gate_up, out_BI, norm_H, eps, is_gated=True)
+    return out_BI
+
+
+def add_linear(x_BH: Tensor, y_BN: Tensor, of: Linear) -> None:
+    """Add weight y + bias to x, in place."""
+    _launch(y_BN, of, x_BH, is_added=True)
+
+
+def _launch(
+    x: Tensor,
+    of: Linear,
+    out: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    is_gated: bool = False,
+    is_added: bool = False,
+) -> None:
+    num_rows, num_out = out.shape
+    _linear[(triton.cdiv(num_rows, ROWS), triton.cdiv(num_out, COLUMNS))](
+        x,
+        x if norm is None else norm,
+        of.weight,
+        x if of.bias is None else of.bias,
+        out,
+        num_rows,
+        eps,
+        num_out,
+        x.shape[1],
+        norm is not None,
+        of.bias is not None,
+        is_gated,
+        is_added,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+    )
+
+
+def sample_next(
+    logits_BV: Tensor, uniform_BV: Tensor, state_4B: Tensor, out_2B: Tensor, last: int
+) -> None:
+    """Choose a token for each row, and make the row ready for the next step.
+
+    Gumbel-max: an exact sample at temperature 1, the mode at 0. `uniform_BV` is in [0, 1).
+    `state_4B` holds token, slot, position and temperature; token and position are replaced,
+    the position by the next one, at most `last`. `out_2B` receives the token and its log-prob at
+    temperature 1.
+    """
+    num_rows, size = logits_BV.shape
+    _sample[(num_rows,)](
+        logits_BV,
+        uniform_BV,
+        state_4B,
+        out_2B,
+        state_4B.stride(0),
+        out_2B.stride(0),
+        last,
+        size,
+        VOCABULARY,
+    )
 
 
 def read_cache(
@@ -105,51 +210,200 @@ _jit: Any = triton.jit
 
 
 @_jit
-def _rotate_and_store(  # type: ignore[no-untyped-def]
-    qk,
-    v,
+def _row(at, exists):  # type: ignore[no-untyped-def]
+    """[1, N] float32 numbers at N places, 0 where there is none."""
+    return tl.load(at, mask=exists, other=0.0).to(tl.float32)[None, :]
+
+
+@_jit
+def _tile(at, exists):  # type: ignore[no-untyped-def]
+    """[B, N] float32 numbers at B x N places, 0 in columns that there are not."""
+    return tl.load(at, mask=exists[None, :], other=0.0).to(tl.float32)
+
+
+@_jit
+def _project(  # type: ignore[no-untyped-def]
+    x,
+    norm,
+    weight,
+    bias,
+    q_norm,
+    k_norm,
     rotary,
     cache,
     slot,
     position,
     q_out,
-    qk_row,
-    qk_head,
-    v_row,
-    v_head,
+    num_rows,
     rotary_kind,
     rotary_position,
     cache_slot,
     cache_kind,
     cache_head,
     cache_position,
+    eps,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
+    HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_HEAD_NORMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """A program for each head of each row."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(position + row)
-    target = cache + tl.load(slot + row) * cache_slot + place * cache_position
-    d = tl.arange(0, PADDED)
-    exists = d < WIDTH
+    """A program for each head of ROWS rows; the two halves of the head apart, for the rotation."""
+    b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    d = tl.arange(0, HALF)
+    is_row, is_column = b < num_rows, d < WIDTH // 2
+    n = head * WIDTH + d
+    first = tl.zeros([ROWS, HALF], tl.float32)
+    second = tl.zeros([ROWS, HALF], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in range(0, HIDDEN, DEPTH):
+        h = start + tl.arange(0, DEPTH)
+        inside = h < HIDDEN
+        x_bh = tl.load(
+            x + b[:, None] * HIDDEN + h[None, :], mask=is_row[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        squares += tl.sum(x_bh * x_bh, 1)
+        x_bh *= _row(norm + h, inside)
+        where = weight + n[None, :] * HIDDEN + h[:, None]
+        mask = is_column[None, :] & inside[:, None]
+        w_hn = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+        first += tl.dot(x_bh, w_hn, input_precision="ieee")
+        w_hn = tl.load(where + WIDTH // 2 * HIDDEN, mask=mask, other=0.0).to(tl.float32)
+        second += tl.dot(x_bh, w_hn, input_precision="ieee")
+    scale = 1 / tl.sqrt(squares / HIDDEN + eps)
+    first, second = first * scale[:, None], second * scale[:, None]
+    if HAS_BIAS:
+        first += _row(bias + n, is_column)
+        second += _row(bias + n + WIDTH // 2, is_column)
+    place = tl.load(position + b, mask=is_row, other=0)
     if head < NUM_Q + NUM_KV:
-        source = qk + row * qk_row + head * qk_head
-        x = tl.load(source + d, mask=exists).to(tl.float32)
-        other = tl.load(source + (d + WIDTH // 2) % WIDTH, mask=exists).to(tl.float32)
-        angle = rotary + place * rotary_position + d
-        cos = tl.load(angle, mask=exists).to(tl.float32)
-        sin = tl.load(angle + rotary_kind, mask=exists).to(tl.float32)
-        x = (x * cos + other * sin).to(q_out.dtype.element_ty)
-        if head < NUM_Q:
-            tl.store(q_out + (row * NUM_Q + head) * WIDTH + d, x, mask=exists)
-        else:
-            tl.store(target + (head - NUM_Q) * cache_head + d, x, mask=exists)
+        if HAS_HEAD_NORMS:
+            # Padded columns are 0 and add nothing.
+            squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+            scale = 1 / tl.sqrt(squares / WIDTH + eps)
+            head_norm = q_norm if head < NUM_Q else k_norm
+            first *= scale[:, None] * _row(head_norm + d, is_column)
+            second *= scale[:, None] * _row(head_norm + d + WIDTH // 2, is_column)
+        angle = rotary + place[:, None] * rotary_position + d[None, :]
+        turned = first * _tile(angle, is_column) + second * _tile(angle + rotary_kind, is_column)
+        angle += WIDTH // 2
+        second = second * _tile(angle, is_column) + first * _tile(angle + rotary_kind, is_column)
+        first = turned
+    mask = is_row[:, None] & is_column[None, :]
+    if head < NUM_Q:
+        target = q_out + (b[:, None] * NUM_Q + head) * WIDTH + d[None, :]
+        tl.store(target, first.to(q_out.dtype.element_ty), mask=mask)
+        tl.store(target + WIDTH // 2, second.to(q_out.dtype.element_ty), mask=mask)
     else:
-        kv_head = head - NUM_Q - NUM_KV
-        value = tl.load(v + row * v_row + kv_head * v_head + d, mask=exists)
-        tl.store(target + cache_kind + kv_head * cache_head + d, value, mask=exists)
+        kind, kv_head = (head - NUM_Q) // NUM_KV, (head - NUM_Q) % NUM_KV
+        of_row = tl.load(slot + b, mask=is_row, other=0) * cache_slot + place * cache_position
+        target = cache + of_row[:, None] + kind * cache_kind + kv_head * cache_head + d[None, :]
+        tl.store(target, first.to(cache.dtype.element_ty), mask=mask)
+        tl.store(target + WIDTH // 2, second.to(cache.dtype.element_ty), mask=mask)
+
+
+@_jit
+def _linear(  # type: ignore[no-untyped-def]
+    x,
+    norm,
+    weight,
+    bias,
+    out,
+    num_rows,
+    eps,
+    NUM_OUT: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A program for each ROWS x COLUMNS of the output. The norm of a row is a factor of its whole
+    product, so it is summed up on the way."""
+    b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = b < num_rows, n < NUM_OUT
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    other = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in range(0, NUM_IN, DEPTH):
+        h = start + tl.arange(0, DEPTH)
+        inside = h < NUM_IN
+        x_bh = tl.load(
+            x + b[:, None] * NUM_IN + h[None, :], mask=is_row[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        if HAS_NORM:
+            squares += tl.sum(x_bh * x_bh, 1)
+            x_bh *= _row(norm + h, inside)
+        where = weight + n[None, :] * NUM_IN + h[:, None]
+        mask = is_column[None, :] & inside[:, None]
+        w_hn = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+        product += tl.dot(x_bh, w_hn, input_precision="ieee")
+        if IS_GATED:
+            w_hn = tl.load(where + NUM_OUT * NUM_IN, mask=mask, other=0.0).to(tl.float32)
+            other += tl.dot(x_bh, w_hn, input_precision="ieee")
+    if HAS_NORM:
+        scale = 1 / tl.sqrt(squares / NUM_IN + eps)
+        product, other = product * scale[:, None], other * scale[:, None]
+    if HAS_BIAS:
+        product += _row(bias + n, is_column)
+    if IS_GATED:
+        if HAS_BIAS:
+            other += _row(bias + NUM_OUT + n, is_column)
+        product = product / (1 + tl.exp(-product)) * other
+    target = out + b[:, None] * NUM_OUT + n[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    if IS_ADDED:
+        product += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, product.to(out.dtype.element_ty), mask=mask)
+
+
+@_jit
+def _sample(  # type: ignore[no-untyped-def]
+    logits,
+    uniform,
+    state,
+    out,
+    state_kind,
+    out_kind,
+    last,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for each row, over blocks of the vocabulary."""
+    row = tl.program_id(0)
+    temperature = tl.load(state + 3 * state_kind + row).to(tl.float32)
+    top = tl.full([], -float("inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    best = tl.full([], -float("inf"), tl.float32)
+    token = tl.zeros([], tl.int32)
+    for start in range(0, SIZE, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        inside = v < SIZE
+        z = tl.load(logits + row * SIZE + v, mask=inside, other=-float("inf")).to(tl.float32)
+        highest = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp(top - highest) + tl.sum(tl.exp(z - highest), 0)
+        top = highest
+        u = tl.load(uniform + row * SIZE + v, mask=inside, other=0.5).to(tl.float32)
+        gumbel = -tl.log(-tl.log(tl.minimum(tl.maximum(u, 1e-20), 1 - 1e-7)))
+        score = z + temperature * gumbel
+        of_block = tl.max(score, 0)
+        token = tl.where(of_block > best, start + tl.argmax(score, 0), token)
+        best = tl.maximum(of_block, best)
+    chosen = tl.load(logits + row * SIZE + token).to(tl.float32)
+    tl.store(out + row, token.to(tl.float64))
+    tl.store(out + out_kind + row, (chosen - top - tl.log(total)).to(tl.float64))
+    tl.store(state + row, token.to(tl.int64))
+    place = state + 2 * state_kind + row
+    tl.store(place, tl.minimum(tl.load(place) + 1, last))
 
 
 @_jit

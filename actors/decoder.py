@@ -5,7 +5,7 @@ last. Two ways through the same layers:
 
     logits         rows of any length, packed one behind another: prompts, and on a CPU single
                    tokens too
-    static_logits  one token a row at fixed shapes, on a GPU, which a CUDA graph can replay
+    static_step    one token a row at fixed shapes, on a GPU, which a CUDA graph can replay
 
 Letters: `N` new tokens of all rows, `B` rows, `T` new tokens of one row, `S` slots, `M` cache
 positions, `L` positions read, `H` hidden width, `Q` query heads, `K` key/value heads, `G` = Q / K,
@@ -49,18 +49,25 @@ class Sampled(NamedTuple):
     logprobs: list[float]
 
 
+class Linear(NamedTuple):
+    """A linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class _Layer(NamedTuple):
     """Weights of one block. Tensors of the module itself: they change when it loads others."""
 
     input_norm_H: Tensor
-    qkv: tuple[Tensor, Tensor | None]
-    """Weight and bias of the three projections, outputs side by side."""
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    out: tuple[Tensor, Tensor | None]
+    qkv: Linear
+    """The three projections, outputs side by side."""
+    head_norms: tuple[Tensor, Tensor] | None
+    """Weights [D] of the norms of single heads, of queries and of keys, which Qwen3 has."""
+    out: Linear
     mlp_norm_H: Tensor
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    gate_up: Linear
+    down: Linear
 
 
 _Attend = Callable[[Tensor, int], Tensor]
@@ -144,7 +151,7 @@ class Decoder:
         self._layers = [_layer(block) for block in network.model.layers]
         self._embedding_VH: Tensor = network.model.embed_tokens.weight
         self._norm_H: Tensor = network.model.norm.weight
-        self._head: Any = network.lm_head
+        self._head = Linear(network.lm_head.weight, network.lm_head.bias)
         self.device = self._embedding_VH.device
         self.num_slots = num_slots
         # One position more than a sequence has: rows that only fill a batch up write there.
@@ -164,6 +171,11 @@ class Decoder:
         """Whether `logits` attends with all rows at once, padded to the longest: few launches, for
         arithmetic that a CPU could not hide."""
         self._unread = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
+
+    @property
+    def last_position(self) -> int:
+        """Of the cache. No sequence comes so far."""
+        return self.num_positions - 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,21 +203,45 @@ class Decoder:
         attend = self._attention(ends, rows.ends(position_N[end_B]))
         q_BQD = self._write(x_NH, layer, self._layer_caches[-1], places)[end_B]
         read_BH = attend(q_BQD, len(self._layers) - 1)
-        return self._head(self._norm(self._through(x_NH[end_B], read_BH, layer), self._norm_H))
+        x_BH = self._norm(self._through(x_NH[end_B], read_BH, layer), self._norm_H)
+        return F.linear(x_BH, *self._head)
+
+    def static_step(self, state_4B: Tensor, uniform_BV: Tensor, out_2B: Tensor) -> None:
+        """One more token of every row, on the device alone.
+
+        `state_4B` holds token, slot, position and temperature (0 or 1) of each row. Token and
+        position are replaced by the sampled token and the next position; `out_2B` receives the
+        token and its log-prob. Rows at the cache's last position, where no sequence comes, only
+        fill the batch up.
+        """
+        from leeway.actors.decode_kernels import sample_next
+
+        logits_BV = self.static_logits(*state_4B[:3])
+        sample_next(logits_BV, uniform_BV, state_4B, out_2B, self.last_position)
 
     def static_logits(self, ids_B: Tensor, slot_B: Tensor, position_B: Tensor) -> Tensor:
-        """Logits [B, V] behind one token a row. Rows at the cache's last position, where no
-        sequence comes, are not read: they fill the batch up."""
+        """Logits [B, V] behind one token a row."""
         # Triton comes with the builds of torch for GPUs alone.
-        from leeway.actors.decode_kernels import read_cache, rotate_and_store
+        from leeway.actors import decode_kernels as kernels
 
         x_BH = F.embedding(ids_B, self._embedding_VH)
         for layer, cache in zip(self._layers, self._layer_caches, strict=True):
-            qk_BXD, v_BKD = self._project(x_BH, layer)
-            q_BQD = rotate_and_store(qk_BXD, v_BKD, self._rotary_2MD, cache, slot_B, position_B)
-            read_BQD = read_cache(q_BQD, cache, slot_B, position_B, self._scale)
-            x_BH = self._through(x_BH, read_BQD.flatten(1), layer)
-        return self._head(self._norm(x_BH, self._norm_H))
+            q_BQD = kernels.project(
+                x_BH,
+                layer.input_norm_H,
+                layer.qkv,
+                layer.head_norms,
+                self._rotary_2MD,
+                cache,
+                slot_B,
+                position_B,
+                self._eps,
+            )
+            read_BQD = kernels.read_cache(q_BQD, cache, slot_B, position_B, self._scale)
+            kernels.add_linear(x_BH, read_BQD.flatten(1), layer.out)
+            inner_BI = kernels.gated(x_BH, layer.gate_up, layer.mlp_norm_H, self._eps)
+            kernels.add_linear(x_BH, inner_BI, layer.down)
+        return kernels.linear(x_BH, self._head, self._norm_H, self._eps)
 
     def _places(self, slot_N: Tensor, position_N: Tensor) -> _Places:
         cos, sin = self._rotary_2MD[:, position_N, None]
@@ -238,13 +274,12 @@ class Decoder:
         return F.rms_norm(x, weight.shape, weight, self._eps)
 
     def _norm_heads(self, qk_NXD: Tensor, layer: _Layer) -> Tensor:
-        """Norms of single heads, which Qwen3 has."""
-        if layer.q_norm_D is None or layer.k_norm_D is None:
+        """Normalised by head, where the network does that."""
+        if layer.head_norms is None:
             return qk_NXD
+        q_norm_D, k_norm_D = layer.head_norms
         q_NQD, k_NKD = qk_NXD.split([self._num_q, self._num_kv], dim=1)
-        return torch.cat(
-            [self._norm(q_NQD, layer.q_norm_D), self._norm(k_NKD, layer.k_norm_D)], dim=1
-        )
+        return torch.cat([self._norm(q_NQD, q_norm_D), self._norm(k_NKD, k_norm_D)], dim=1)
 
     def _attention(self, feeds: Sequence[Feed], rows: _Rows) -> _Attend:
         num_tokens = sum(len(feed.ids) for feed in feeds)
@@ -357,20 +392,23 @@ def _layer(block: Any) -> _Layer:
     return _Layer(
         input_norm_H=block.input_layernorm.weight,
         qkv=_side_by_side(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm_D=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        k_norm_D=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        out=(attention.o_proj.weight, attention.o_proj.bias),
+        head_norms=(
+            (attention.q_norm.weight, attention.k_norm.weight)
+            if hasattr(attention, "q_norm")
+            else None
+        ),
+        out=Linear(attention.o_proj.weight, attention.o_proj.bias),
         mlp_norm_H=block.post_attention_layernorm.weight,
         gate_up=_side_by_side(mlp.gate_proj, mlp.up_proj),
-        down=(mlp.down_proj.weight, mlp.down_proj.bias),
+        down=Linear(mlp.down_proj.weight, mlp.down_proj.bias),
     )
 
 
-def _side_by_side(*linears: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _side_by_side(*linears: torch.nn.Linear) -> Linear:
     """One weight and bias of which those of `linears` become views."""
     weight = _joined([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return weight, _joined(biases) if biases else None
+    return Linear(weight, _joined(biases) if biases else None)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:

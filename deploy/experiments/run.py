@@ -28,7 +28,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CONFIGS: Final = ROOT / "deploy" / "configs"
-SWEEPS: Final = ("sweep-a", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c")
+SWEEPS: Final = ("sweep-a", "sweep-a-rate", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c")
 MODELS: Final = {"sweep-c": ROOT / "models" / "SmolLM2-135M-Instruct" / "config.json"}
 """What a sweep cannot run without."""
 

@@ -90,6 +90,9 @@ class Scan(FrozenModel):
     learning_rate: tuple[float, ...] = Field(min_length=1)
     """Tried at staleness 0 for every objective of the grid; the best mean score wins, of equals the
     smaller rate."""
+    tolerance: float = Field(default=0.0, ge=0, lt=1)
+    """Scores this close to the best one count as equal to it. Scores are means over questions: of
+    200 they are off by 0.02, and a rate that is better by less may be too fast on stale data."""
     seed: tuple[int, ...] = Field(default=(0,), min_length=1)
     """Seeds of the scan."""
 

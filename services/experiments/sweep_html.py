@@ -151,14 +151,20 @@ def _rates(found: Findings) -> str:
         if len(tried) > 1 and rate in (min(tried), max(tried))
     ]
     note = (
-        f"<p>The best rate lies at an end of the scan for {escape(', '.join(edge))}, so a better "
+        f"<p>The rate lies at an end of the scan for {escape(', '.join(edge))}, so a better "
         "one may lie beyond it.</p>"
         if edge
         else ""
     )
     seeds = f"seed{'s' if len(scan['seed']) > 1 else ''} {', '.join(map(str, scan['seed']))}"
+    rule = "the highest mean of final scores, of equals the smaller rate"
+    if scan["tolerance"]:
+        rule = (
+            f"the smallest rate whose mean of final scores is within {scan['tolerance']:g} of the "
+            "highest"
+        )
     return f"""<section><h2>Learning rates</h2><p>The same scan at staleness 0 for every objective,
-{seeds}: the highest mean of final scores, of equals the smaller rate.</p>
+{seeds}: {rule}.</p>
 {table(f"<tr><th>objective</th><td>taken</td>{heads}</tr>", rows)}{note}</section>"""
 
 

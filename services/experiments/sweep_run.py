@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +127,9 @@ class Driver:
         if not self._is_all_done(scan):
             return list(grid)
         if scan and not self._rates:
-            self._rates = rates_of(self._results(scan))
+            asked = self._sweep.file.scan
+            assert asked is not None, "arms of a scan come from one"
+            self._rates = rates_of(self._results(scan), asked.tolerance)
             self._folder.write_rates(self._rates)
             for objective, rate in self._rates.items():
                 self._say(f"{objective}: learning rate {rate:g}")
@@ -294,9 +296,13 @@ def spec_of(sweep: Sweep, arm: Arm) -> ArmSpec:
     )
 
 
-def rates_of(results: Sequence[ArmResult]) -> dict[str, float]:
-    """The best rate of each objective: highest mean of final scores over seeds, the smaller rate of
-    equals. A failed arm scores 0; an objective of which every arm failed has no rate."""
+def rates_of(results: Sequence[ArmResult], tolerance: float = 0.0) -> dict[str, float]:
+    """The rate of each objective: the smallest whose mean of final scores over seeds lies within
+    `tolerance` of the best. A failed arm scores 0; an objective of which every arm failed has no
+    rate.
+
+    1e-4: 0.91, 2e-4: 0.92 -> 2e-4; with a tolerance of 0.02 -> 1e-4
+    """
     scores: dict[str, dict[float, list[float]]] = {}
     for result in results:
         of_objective = scores.setdefault(result.spec.objective, {})
@@ -304,11 +310,14 @@ def rates_of(results: Sequence[ArmResult]) -> dict[str, float]:
         failed = result.status == "failed" or not result.evaluations
         of_objective.setdefault(rate, []).append(0.0 if failed else result.evaluations[-1].score)
     ended = {r.spec.objective for r in results if r.status != "failed"}
-    return {
-        name: max(sorted(rates), key=lambda rate: fmean(rates[rate]))
-        for name, rates in scores.items()
-        if name in ended
-    }
+    return {name: _rate(rates, tolerance) for name, rates in scores.items() if name in ended}
+
+
+def _rate(scores: Mapping[float, Sequence[float]], tolerance: float) -> float:
+    means = {rate: fmean(of_rate) for rate, of_rate in scores.items()}
+    # Differences of decimal fractions are off in their last bits.
+    least = max(means.values()) - tolerance - 1e-9
+    return min(rate for rate, mean in means.items() if mean >= least)
 
 
 def rate_of(result: ArmResult) -> float:

@@ -68,6 +68,7 @@ PLACES = {
         "actors/*_policy.py",
         "actors/copy_plan.py",
         "actors/decode_graphs.py",
+        "actors/decode_kernels.py",
         "actors/decoder.py",
         "actors/search/encoder.py",
         "actors/serve_app.py",
@@ -92,6 +93,7 @@ PLACES = {
         "services/bench/*",
         "services/processes/warmstart.py",
     ],
+    "triton": ["actors/decode_kernels.py"],
     "typer": [
         "services/arguments.py",
         "services/bench/commands.py",

@@ -83,7 +83,7 @@ def leave(
         "retention": 0.95,
         "set": {"learner.num_steps": 4},
         "grid": grid,
-        "scan": {"learning_rate": [5e-5, 1e-4], "seed": [0]} if rates else None,
+        "scan": {"learning_rate": [5e-5, 1e-4], "seed": [0], "tolerance": 0.0} if rates else None,
         "collapse": RULE,
     }
     folder.begin(asked | plan)

@@ -84,7 +84,7 @@ def test_the_page_says_what_was_found_and_how(page: str):
     assert "A run has collapsed at the first of 2 held-out evaluations" in text
     # The scan: what was tried, what was taken.
     assert "0.400" in text and "0.0001" in text
-    assert "The best rate lies at an end of the scan for grpo" in text
+    assert "The rate lies at an end of the scan for grpo" in text
 
 
 def test_the_rows_are_the_same_in_csv_and_parquet(folder: SweepFolder):

@@ -183,6 +183,13 @@ def test_the_scan_takes_the_best_mean_and_the_smaller_rate_of_equals():
     assert found == {"grpo": 1e-4, "ppo": 2e-4}
 
 
+def test_scores_within_the_tolerance_are_equal_and_the_smallest_rate_wins():
+    runs = [scan("grpo", 5e-5, 0, 0.9), scan("grpo", 1e-4, 0, 0.91), scan("grpo", 2e-4, 0, 0.93)]
+    assert rates_of(runs, 0.019) == {"grpo": 2e-4}
+    assert rates_of(runs, 0.02) == {"grpo": 1e-4}
+    assert rates_of(runs, 0.03) == {"grpo": 5e-5}
+
+
 def test_a_failed_arm_of_the_scan_scores_nothing():
     failed = scan("grpo", 2e-4, 1, 0.99, status="failed", reason="x")
     assert rates_of([scan("grpo", 2e-4, 0, 0.9), failed, scan("grpo", 1e-4, 0, 0.5)]) == {
