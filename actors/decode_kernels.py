@@ -26,6 +26,8 @@ TILE: Final = 8192
 """Products of queries and keys that a program holds at a time."""
 ROWS: Final = 16
 """Rows of a program that multiplies: the fewest that Triton's product takes."""
+MANY_ROWS: Final = 64
+"""The same where there are more rows than these: with fewer, weights would be read too often."""
 COLUMNS: Final = 32
 """Outputs of a program that multiplies; few, so that there are programs for all of a GPU."""
 DEPTH: Final = 64
@@ -58,7 +60,8 @@ def project(
     num_q = num_heads - 2 * num_kv
     q_norm_D, k_norm_D = head_norms or (norm_H, norm_H)
     q_BQD = x_BH.new_empty(num_rows, num_q, width)
-    _project[(triton.cdiv(num_rows, ROWS), num_heads)](
+    rows = _rows(num_rows)
+    _project[(triton.cdiv(num_rows, rows), num_heads)](
         x_BH,
         norm_H,
         qkv.weight,
@@ -81,7 +84,7 @@ def project(
         max(16, _power_of_two(width // 2)),
         qkv.bias is not None,
         head_norms is not None,
-        ROWS,
+        rows,
         DEPTH,
     )
     return q_BQD
@@ -118,7 +121,8 @@ def _launch(
     is_added: bool = False,
 ) -> None:
     num_rows, num_out = out.shape
-    _linear[(triton.cdiv(num_rows, ROWS), triton.cdiv(num_out, COLUMNS))](
+    rows = _rows(num_rows)
+    _linear[(triton.cdiv(num_rows, rows), triton.cdiv(num_out, COLUMNS))](
         x,
         x if norm is None else norm,
         of.weight,
@@ -132,7 +136,7 @@ def _launch(
         of.bias is not None,
         is_gated,
         is_added,
-        ROWS,
+        rows,
         COLUMNS,
         DEPTH,
     )
@@ -192,6 +196,11 @@ def read_cache(
         max(16, min(128, TILE // (group * padded))),
     )
     return read_BQD
+
+
+def _rows(num: int) -> int:
+    """Of a program, for so many in all."""
+    return ROWS if num <= MANY_ROWS else MANY_ROWS
 
 
 def _strides(x: Tensor, num: int) -> tuple[int, ...]:

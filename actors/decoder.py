@@ -7,6 +7,8 @@ last. Two ways through the same layers:
                    tokens too
     static_step    one token a row at fixed shapes, on a GPU, which a CUDA graph can replay
 
+On a GPU both are made of the kernels of decode_kernels.py, on a CPU of torch's operations.
+
 Letters: `N` new tokens of all rows, `B` rows, `T` new tokens of one row, `S` slots, `M` cache
 positions, `L` positions read, `H` hidden width, `Q` query heads, `K` key/value heads, `G` = Q / K,
 `D` head width, `V` vocabulary.
@@ -29,8 +31,6 @@ MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 POSITION_MULTIPLE: Final = 64
 """The cache's length is rounded up to this many positions; attention kernels want a multiple
 of 8."""
-MAX_PADDING: Final = 8
-"""Rows are padded only as long as that makes no more than this many times their tokens."""
 
 
 class Feed(NamedTuple):
@@ -83,35 +83,14 @@ class _Places(NamedTuple):
     sin: Tensor
 
 
-class _Rows(NamedTuple):
-    """Rows of new tokens. Numbers of a row [B]: its slot, the position of its first new token.
-    Numbers of a token [N]: its row, and its place among the new ones of that row."""
-
-    row_N: Tensor
-    nth_N: Tensor
-    slot_B: Tensor
-    start_B: Tensor
-    num_new: int
-    """New tokens of the row that has most."""
-    num_read: int
-    """Positions of the longest row, new ones included."""
-
-    def ends(self, position_B: Tensor) -> _Rows:
-        """The same rows with one new token each, at its last position."""
-        row_B = torch.arange(len(position_B), device=position_B.device)
-        nth_B = torch.zeros_like(row_B)
-        return _Rows(row_B, nth_B, self.slot_B, position_B, 1, self.num_read)
-
-
 class _Sent(NamedTuple):
-    """What a pass needs of its rows, on the device."""
+    """New tokens of all rows, on the device: ids [N], slots [N], positions [N], and which of them
+    are the last of each row [B]."""
 
     id_N: Tensor
     slot_N: Tensor
     position_N: Tensor
-    rows: _Rows
     end_B: Tensor
-    """Of the N tokens, the last of each row."""
 
 
 def _send(feeds: Sequence[Feed], device: torch.device) -> _Sent:
@@ -120,16 +99,11 @@ def _send(feeds: Sequence[Feed], device: torch.device) -> _Sent:
         [(feed.slot, feed.start, len(feed.ids)) for feed in feeds], np.int64
     ).T
     ends = lengths.cumsum()
-    row_N = np.repeat(np.arange(len(feeds)), lengths)
-    nth_N = np.arange(ends[-1]) - (ends - lengths)[row_N]
+    places = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
     ids = [i for feed in feeds for i in feed.ids]
-    numbers = (ids, slots[row_N], starts[row_N] + nth_N, row_N, nth_N, slots, starts, ends - 1)
+    numbers = (ids, np.repeat(slots, lengths), places, ends - 1)
     sent = torch.from_numpy(np.concatenate(numbers, dtype=np.int64)).to(device)
-    id_N, slot_N, position_N, rows_N, nths_N, slot_B, start_B, end_B = sent.split(
-        [len(part) for part in numbers]
-    )
-    rows = _Rows(rows_N, nths_N, slot_B, start_B, int(lengths.max()), int((starts + lengths).max()))
-    return _Sent(id_N, slot_N, position_N, rows, end_B)
+    return _Sent(*sent.split([len(part) for part in numbers]))
 
 
 class Decoder:
@@ -167,9 +141,8 @@ class Decoder:
         )
         self._layer_caches = self._cache.unbind(1)
         self._scale = head_width**-0.5
-        self.pads_rows = self.device.type == "cuda"
-        """Whether `logits` attends with all rows at once, padded to the longest: few launches, for
-        arithmetic that a CPU could not hide."""
+        self.uses_kernels = self.device.type == "cuda"
+        """Whether passes are made of our own kernels. Of torch's operations they are elsewhere."""
         self._unread = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
 
     @property
@@ -189,10 +162,13 @@ class Decoder:
 
     def logits(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits [B, V] behind the last new token of each row; its keys and values are kept."""
-        id_N, slot_N, position_N, rows, end_B = _send(feeds, self.device)
+        sent = _send(feeds, self.device)
+        if self.uses_kernels:
+            return self._by_kernels(*sent)
+        id_N, slot_N, position_N, end_B = sent
         places = self._places(slot_N, position_N)
         x_NH = F.embedding(id_N, self._embedding_VH)
-        attend = self._attention(feeds, rows)
+        attend = self._attention(feeds)
         for i, layer in enumerate(self._layers[:-1]):
             q_NQD = self._write(x_NH, layer, self._layer_caches[i], places)
             x_NH = self._through(x_NH, attend(q_NQD, i), layer)
@@ -200,9 +176,8 @@ class Decoder:
         # a sixth of a prompt's work.
         layer = self._layers[-1]
         ends = [Feed(feed.slot, feed.start + len(feed.ids) - 1, feed.ids[-1:]) for feed in feeds]
-        attend = self._attention(ends, rows.ends(position_N[end_B]))
         q_BQD = self._write(x_NH, layer, self._layer_caches[-1], places)[end_B]
-        read_BH = attend(q_BQD, len(self._layers) - 1)
+        read_BH = self._attention(ends)(q_BQD, len(self._layers) - 1)
         x_BH = self._norm(self._through(x_NH[end_B], read_BH, layer), self._norm_H)
         return F.linear(x_BH, *self._head)
 
@@ -216,32 +191,37 @@ class Decoder:
         """
         from leeway.actors.decode_kernels import sample_next
 
-        logits_BV = self.static_logits(*state_4B[:3])
+        logits_BV = self._by_kernels(*state_4B[:3])
         sample_next(logits_BV, uniform_BV, state_4B, out_2B, self.last_position)
 
-    def static_logits(self, ids_B: Tensor, slot_B: Tensor, position_B: Tensor) -> Tensor:
-        """Logits [B, V] behind one token a row."""
+    def _by_kernels(
+        self, id_N: Tensor, slot_N: Tensor, position_N: Tensor, end_B: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, V] behind the tokens `end_B`, behind all without it."""
         # Triton comes with the builds of torch for GPUs alone.
         from leeway.actors import decode_kernels as kernels
 
-        x_BH = F.embedding(ids_B, self._embedding_VH)
-        for layer, cache in zip(self._layers, self._layer_caches, strict=True):
-            q_BQD = kernels.project(
-                x_BH,
+        x_NH = F.embedding(id_N, self._embedding_VH)
+        for i, (layer, cache) in enumerate(zip(self._layers, self._layer_caches, strict=True)):
+            q_NQD = kernels.project(
+                x_NH,
                 layer.input_norm_H,
                 layer.qkv,
                 layer.head_norms,
                 self._rotary_2MD,
                 cache,
-                slot_B,
-                position_B,
+                slot_N,
+                position_N,
                 self._eps,
             )
-            read_BQD = kernels.read_cache(q_BQD, cache, slot_B, position_B, self._scale)
-            kernels.add_linear(x_BH, read_BQD.flatten(1), layer.out)
-            inner_BI = kernels.gated(x_BH, layer.gate_up, layer.mlp_norm_H, self._eps)
-            kernels.add_linear(x_BH, inner_BI, layer.down)
-        return kernels.linear(x_BH, self._head, self._norm_H, self._eps)
+            if end_B is not None and i == len(self._layers) - 1:
+                x_NH, q_NQD = x_NH[end_B], q_NQD[end_B]
+                slot_N, position_N = slot_N[end_B], position_N[end_B]
+            read_NQD = kernels.read_cache(q_NQD, cache, slot_N, position_N, self._scale)
+            kernels.add_linear(x_NH, read_NQD.flatten(1), layer.out)
+            inner_NI = kernels.gated(x_NH, layer.gate_up, layer.mlp_norm_H, self._eps)
+            kernels.add_linear(x_NH, inner_NI, layer.down)
+        return kernels.linear(x_NH, self._head, self._norm_H, self._eps)
 
     def _places(self, slot_N: Tensor, position_N: Tensor) -> _Places:
         cos, sin = self._rotary_2MD[:, position_N, None]
@@ -281,13 +261,7 @@ class Decoder:
         q_NQD, k_NKD = qk_NXD.split([self._num_q, self._num_kv], dim=1)
         return torch.cat([self._norm(q_NQD, q_norm_D), self._norm(k_NKD, k_norm_D)], dim=1)
 
-    def _attention(self, feeds: Sequence[Feed], rows: _Rows) -> _Attend:
-        num_tokens = sum(len(feed.ids) for feed in feeds)
-        num_padded = len(feeds) * max(len(feed.ids) for feed in feeds)
-        is_padded = self.pads_rows and num_padded <= MAX_PADDING * num_tokens
-        return self._padded(rows) if is_padded else self._row_by_row(feeds)
-
-    def _row_by_row(self, feeds: Sequence[Feed]) -> _Attend:
+    def _attention(self, feeds: Sequence[Feed]) -> _Attend:
         lengths = [len(feed.ids) for feed in feeds]
         # One view and one split for all layers, [K, L, D] each: with a small network, making views
         # costs as much as the products.
@@ -300,23 +274,6 @@ class Decoder:
             rows = zip(q_NQD.split(lengths), kv_of_row, strict=True)
             read = [self._attend_row(q, kv[2 * layer], kv[2 * layer + 1]) for q, kv in rows]
             return torch.cat(read).flatten(1)
-
-        return attend
-
-    def _padded(self, rows: _Rows) -> _Attend:
-        row_N, nth_N, slot_B, start_B, num_new, num_read = rows
-        position_BT = start_B[:, None] + torch.arange(num_new, device=self.device)
-        mask_BTL = torch.arange(num_read, device=self.device) <= position_BT[..., None]
-
-        def attend(q_NQD: Tensor, layer: int) -> Tensor:
-            q_BTQD = q_NQD.new_zeros(len(slot_B), num_new, *q_NQD.shape[1:])
-            q_BTQD[row_N, nth_N] = q_NQD
-            kv = self._layer_caches[layer][..., :num_read, :][slot_B]
-            k_BQLD, v_BQLD = kv.repeat_interleave(self._num_q // self._num_kv, 2).unbind(1)
-            read_BQTD = F.scaled_dot_product_attention(
-                q_BTQD.transpose(1, 2), k_BQLD, v_BQLD, attn_mask=mask_BTL[:, None]
-            )
-            return read_BQTD.transpose(1, 2)[row_N, nth_N].flatten(1)
 
         return attend
 

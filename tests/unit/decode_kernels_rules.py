@@ -1,6 +1,8 @@
 """Rules of the kernels of a decoding step, for Triton's interpreter: TRITON_INTERPRET=1 python -m
 pytest tests/unit/decode_kernels_rules.py. test_decode_kernels.py does that."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,19 +18,63 @@ from leeway.actors.decoder import Decoder, Feed, Linear, sample
 from tests.unit.small_models import CONFIGS, build_model, oracle, random_rows
 
 
+def build(model: Any, num_slots: int = 4) -> Decoder:
+    decoder = Decoder(model, num_slots, max_len=96)
+    decoder.uses_kernels = True
+    return decoder
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_log_probs_are_those_of_transformers(name: str):
     model, rows, slots = build_model(name), random_rows(), (2, 0, 3)
     expected = torch.stack([oracle(model, row)[-1] for row in rows])
-    decoder = Decoder(model, num_slots=4, max_len=96)
+    before = torch.stack([oracle(model, row)[-2] for row in rows])
+    decoder = build(model)
+    # 79 tokens: more than a program has rows.
+    prompts = [Feed(s, 0, row[:-1]) for s, row in zip(slots, rows, strict=True)]
+    torch.testing.assert_close(decoder.logits(prompts).log_softmax(-1), before, atol=1e-4, rtol=0)
+    singles = [Feed(s, len(row) - 1, row[-1:]) for s, row in zip(slots, rows, strict=True)]
+    torch.testing.assert_close(decoder.logits(singles).log_softmax(-1), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_static_step_goes_on_by_its_own_tokens():
+    model, rows, slots = build_model(), random_rows(), (2, 0, 3)
+    decoder = build(model)
     decoder.logits([Feed(s, 0, row[:-1]) for s, row in zip(slots, rows, strict=True)])
     # The last row only fills the batch up: in the slot of another, at the last position.
-    last = torch.tensor([row[-1] for row in rows] + [0])
-    position = torch.tensor([len(row) - 1 for row in rows] + [decoder.last_position])
-    logits_BV = decoder.static_logits(last, torch.tensor([*slots, 0]), position)
-    assert torch.isfinite(logits_BV).all()
-    torch.testing.assert_close(logits_BV[:3].log_softmax(-1), expected, atol=1e-4, rtol=0)
+    last = decoder.last_position
+    state_4B = torch.tensor(
+        [
+            [*(row[-1] for row in rows), 0],
+            [*slots, 0],
+            [*(len(row) - 1 for row in rows), last],
+            [0, 0, 0, 0],
+        ]
+    )
+    uniform_BV, out_2B = torch.rand(4, 97), torch.zeros(2, 4, dtype=torch.float64)
+    for _ in range(3):
+        decoder.static_step(state_4B, uniform_BV, out_2B)
+        assert torch.isfinite(out_2B).all()
+        for b, row in enumerate(rows):
+            lp_V = oracle(model, row)[-1]
+            assert lp_V.argmax() == state_4B[0, b] == out_2B[0, b]
+            assert out_2B[1, b].item() == pytest.approx(lp_V.max().item(), abs=1e-4)
+            row.append(int(state_4B[0, b]))
+        assert state_4B[2].tolist() == [*(len(row) - 1 for row in rows), last]
+
+
+@torch.inference_mode()
+def test_rows_of_any_length_and_start_go_through_together():
+    model, rows = build_model(), random_rows()
+    decoder = build(model)
+    decoder.logits([Feed(1, 0, rows[1][:-1]), Feed(2, 0, rows[2][:20])])
+    logits = decoder.logits(
+        [Feed(0, 0, rows[0]), Feed(1, len(rows[1]) - 1, rows[1][-1:]), Feed(2, 20, rows[2][20:])]
+    )
+    expected = torch.stack([oracle(model, row)[-1] for row in rows])
+    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -18,6 +18,7 @@ WIDE = {"HIDDEN": 576, "NUM_Q": 9, "NUM_KV": 3, "WIDTH": 64, "HALF": 32}
 PLAIN = {"HAS_BIAS": False, "HAS_HEAD_NORMS": False}
 BOTH = {"HAS_BIAS": True, "HAS_HEAD_NORMS": True}
 TILES = {"ROWS": decode_kernels.ROWS, "DEPTH": decode_kernels.DEPTH}
+MANY = {**TILES, "ROWS": decode_kernels.MANY_ROWS}
 PRODUCT = {**TILES, "COLUMNS": decode_kernels.COLUMNS, "NUM_OUT": 640, "NUM_IN": 256}
 NORMED = {"HAS_NORM": True, "HAS_BIAS": True, "IS_GATED": False, "IS_ADDED": False}
 READ = {"GROUP": 3, "WIDTH": 64, "PADDED_GROUP": 4, "PADDED_WIDTH": 64, "BLOCK": 32}
@@ -46,7 +47,7 @@ def test_the_kernels_under_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
-    assert "21 passed" in ended.stdout
+    assert "23 passed" in ended.stdout
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -55,8 +56,10 @@ def test_the_kernels_under_the_interpreter():
     [
         ("_project", {**SMALL, **PLAIN, **TILES}),
         ("_project", {**WIDE, **BOTH, **TILES}),
+        ("_project", {**SMALL, **BOTH, **MANY}),
         ("_linear", {**PRODUCT, **NORMED}),
         ("_linear", {**PRODUCT, **NORMED, "IS_GATED": True}),
+        ("_linear", {**PRODUCT, **NORMED, **MANY, "IS_GATED": True}),
         ("_linear", {**PRODUCT, **NORMED, "HAS_NORM": False, "IS_ADDED": True}),
         ("_read_cache", READ),
         ("_sample", {"SIZE": 49_152, "BLOCK": decode_kernels.VOCABULARY}),

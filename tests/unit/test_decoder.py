@@ -43,12 +43,10 @@ def test_log_probs_are_those_of_transformers(name: str):
     torch.testing.assert_close(decoder.logits(singles).log_softmax(-1), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("pads_rows", [False, True])
 @torch.inference_mode()
-def test_rows_of_any_length_and_start_go_through_together(pads_rows: bool):
+def test_rows_of_any_length_and_start_go_through_together():
     model, rows = build_model(), random_rows()
     decoder = Decoder(model, num_slots=4, max_len=MAX_LEN)
-    decoder.pads_rows = pads_rows
     decoder.logits([Feed(1, 0, rows[1][:-1]), Feed(2, 0, rows[2][:20])])
     logits = decoder.logits(
         [Feed(0, 0, rows[0]), Feed(1, len(rows[1]) - 1, rows[1][-1:]), Feed(2, 20, rows[2][20:])]

@@ -170,7 +170,8 @@ def test_an_axis_of_learning_rates_needs_no_scan(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["sweep-a", "sweep-a-rate", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c", "sweep-lags"]
+    "name",
+    ["sweep-a", "sweep-a-rate", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c", "sweep-lags"],
 )
 def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     file = CONFIGS / f"{name}.toml"
