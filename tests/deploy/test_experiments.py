@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import msgspec
+import numpy as np
 import pytest
 
 from leeway.services.experiments.sweep_folder import SweepFolder
@@ -20,8 +21,17 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    file = ROOT / "deploy" / "experiments" / "run.py"
-    spec = importlib.util.spec_from_file_location("experiments_run", file)
+    return load("run")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> ModuleType:
+    return load("smollm2")
+
+
+def load(name: str) -> ModuleType:
+    file = ROOT / "deploy" / "experiments" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"experiments_{name}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -157,3 +167,30 @@ def test_an_mps_that_somebody_runs_already_is_left_alone(
     with program.shared_gpu():
         assert os.environ[program.MPS_PIPES] == "/elsewhere"
     assert not told.exists()
+
+
+# ---- the model of sweep-c
+
+
+def test_the_halves_of_a_head_that_rotate_together_come_apart_again(smollm2: ModuleType):
+    """Two heads of four rows, as llama.cpp keeps them: a0 b0 a1 b1."""
+    kept = np.array([[0.0], [2], [1], [3], [10], [12], [11], [13]], np.float32)
+    assert smollm2.unpermuted(kept, 2)[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
+def test_every_digit_is_a_token_and_no_text_is_a_control_token(smollm2: ModuleType):
+    facts = {
+        "tokenizer.ggml.tokens": ["<|end|>", "1", "9", "a", "b", "ab", "\u0120"],
+        "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.merges": ["a b", "1 9"],
+    }
+    facts["tokenizer.ggml.tokens"].append("19")
+    facts["tokenizer.ggml.token_type"].append(1)
+    tokenizer = smollm2.tokenizer_of(facts)
+    assert tokenizer.encode("ab 19<|end|>").tokens == ["ab", "\u0120", "1", "9", "<|end|>"]
+    assert tokenizer.decode([5, 6, 1, 2]) == "ab 19"
+
+
+def test_questions_of_one_search_are_left(smollm2: ModuleType):
+    one, two = ('{"id": "a", "metadata": {"hops": 1}}', '{"id": "b", "metadata": {"hops": 2}}')
+    assert list(smollm2.of_one_hop([one, two])) == [f"{one}\n"]

@@ -1,5 +1,6 @@
 """A sweep file becomes arms, or one sentence that says what is wrong with it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     if name == "sweep-c":
         # Its model is the user's.
         text = (CONFIGS / "sweep-c-base.toml").read_text()
-        base = text.replace("models/SmolLM2-135M-Instruct", "bundled")
+        base = re.sub('models/SmolLM2-135M-Instruct[^"]*', "bundled", text)
         (tmp_path / "sweep-c-base.toml").write_text(base)
         file = tmp_path / file.name
         file.write_text((CONFIGS / f"{name}.toml").read_text())
