@@ -1,37 +1,34 @@
-"""Kernels of a decoding step, one token a row, in Triton.
+"""Kernels of a pass through the network on a GPU, in Triton: of single tokens, and of prompts.
 
-With a small network a step is a chain of tiny kernels, and what counts is how many there are: of
-torch's own it takes a hundred and thirty, of these thirty. Its attention, made for many queries,
-would moreover do the work of 64 for each. Other processes on the same GPU wait less, too: they take
-turns in launching kernels.
+With a small network a decoding step is a chain of tiny kernels, and what counts is how many there
+are: of torch's own the bundled policy takes a hundred and thirty, of these twenty-eight. Torch's
+attention, made for many queries, would moreover do the work of 64 for each.
 
-Letters: `B` rows, `H` hidden width, `I` intermediate width, `Q` query heads, `K` key/value heads,
-`D` head width, `S` slots, `M` cache positions, `V` vocabulary. All but caches and tables of angles
-are contiguous. Sums are float32 whatever the type of the weights.
+A row is one token. Letters: `B` rows, `H` hidden width, `I` intermediate width, `Q` query heads,
+`K` key/value heads, `D` head width, `S` slots, `M` cache positions, `V` vocabulary. All but caches
+and tables of angles are contiguous. Sums are float32 whatever the type of the weights.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from leeway.actors.decoder import Linear
+from leeway.actors.decoder import MANY_ROWS, Linear
 
 TILE: Final = 8192
 """Products of queries and keys that a program holds at a time."""
 ROWS: Final = 16
 """Rows of a program that multiplies: the fewest that Triton's product takes."""
-MANY_ROWS: Final = 64
-"""The same where there are more rows than these: with fewer, weights would be read too often."""
 COLUMNS: Final = 32
 """Outputs of a program that multiplies; few, so that there are programs for all of a GPU."""
-DEPTH: Final = 64
-"""Inputs that a program which multiplies reads at a time."""
+DEPTH: Final = {ROWS: 64, MANY_ROWS: 32}
+"""Inputs that a program which multiplies reads at a time, by its rows: more do not fit into its
+registers."""
 VOCABULARY: Final = 2048
 """Logits that a program which samples reads at a time."""
 
@@ -54,6 +51,7 @@ def project(
     cosines and signed sines of all positions: the halves (a, b) of a head become (a cos - b sin,
     b cos + a sin).
     """
+    assert x_BH.is_contiguous()
     num_rows, hidden = x_BH.shape
     num_kv, width = cache_S2KMD.shape[2], cache_S2KMD.shape[4]
     num_heads = qkv.weight.shape[0] // width
@@ -85,7 +83,7 @@ def project(
         qkv.bias is not None,
         head_norms is not None,
         rows,
-        DEPTH,
+        DEPTH[rows],
     )
     return q_BQD
 
@@ -120,6 +118,7 @@ def _launch(
     is_gated: bool = False,
     is_added: bool = False,
 ) -> None:
+    assert x.is_contiguous() and out.is_contiguous()
     num_rows, num_out = out.shape
     rows = _rows(num_rows)
     _linear[(triton.cdiv(num_rows, rows), triton.cdiv(num_out, COLUMNS))](
@@ -138,7 +137,7 @@ def _launch(
         is_added,
         rows,
         COLUMNS,
-        DEPTH,
+        DEPTH[rows],
     )
 
 
@@ -152,6 +151,7 @@ def sample_next(
     the position by the next one, at most `last`. `out_2B` receives the token and its log-prob at
     temperature 1.
     """
+    assert logits_BV.is_contiguous() and uniform_BV.is_contiguous()
     num_rows, size = logits_BV.shape
     _sample[(num_rows,)](
         logits_BV,
@@ -169,8 +169,7 @@ def sample_next(
 def read_cache(
     q_BQD: Tensor, cache_S2KMD: Tensor, slot_B: Tensor, position_B: Tensor, scale: float
 ) -> Tensor:
-    """What one token of each row reads [B, Q, D]: softmax(scale q k) v over its slot's positions up
-    to its own.
+    """What each row reads [B, Q, D]: softmax(scale q k) v over its slot's positions up to its own.
 
     A row at the cache's last position, where no sequence comes, only fills the batch up: it reads
     one position.
@@ -214,17 +213,21 @@ def _power_of_two(num: int) -> int:
     return 1 << (num - 1).bit_length()
 
 
-# Parameters of kernels have no types: the compiler takes them for constants.
-_jit: Any = triton.jit
+# Parameters of kernels have no types: the compiler takes them for constants. It would compile anew
+# for numbers and addresses that are divisible by 16, and those of rows are by chance.
+_jit: Any = triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slot", "position"]
+)
+_inlined: Any = triton.jit
 
 
-@_jit
+@_inlined
 def _row(at, exists):  # type: ignore[no-untyped-def]
     """[1, N] float32 numbers at N places, 0 where there is none."""
     return tl.load(at, mask=exists, other=0.0).to(tl.float32)[None, :]
 
 
-@_jit
+@_inlined
 def _tile(at, exists):  # type: ignore[no-untyped-def]
     """[B, N] float32 numbers at B x N places, 0 in columns that there are not."""
     return tl.load(at, mask=exists[None, :], other=0.0).to(tl.float32)

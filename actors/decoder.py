@@ -28,6 +28,9 @@ from leeway.replay.errors import ConfigurationError
 
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures that are decoded here: RMSNorm, rotary positions, grouped heads, SwiGLU."""
+MANY_ROWS: Final = 64
+"""Beyond so many rows, programs of the kernels take so many each: with fewer, weights would be read
+too often."""
 POSITION_MULTIPLE: Final = 64
 """The cache's length is rounded up to this many positions; attention kernels want a multiple
 of 8."""
@@ -144,6 +147,24 @@ class Decoder:
         self.uses_kernels = self.device.type == "cuda"
         """Whether passes are made of our own kernels. Of torch's operations they are elsewhere."""
         self._unread = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
+        if self.uses_kernels:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Run what prompts run once, so that no request waits for a compiler."""
+        try:
+            for num_rows in (1, MANY_ROWS + 1):
+                at_last = torch.full((num_rows,), self.last_position, device=self.device)
+                zeros = torch.zeros_like(at_last)
+                with torch.inference_mode():
+                    self._by_kernels(zeros, zeros, at_last, zeros[:1])
+        except (ImportError, RuntimeError) as error:
+            if isinstance(error, ImportError) or "compiler" in str(error).lower():
+                raise ConfigurationError(
+                    f"the torch policy needs Triton and a C compiler on a GPU ({error}); install "
+                    'triton, gcc and the headers of Python, or set policy.backend = "vllm"'
+                ) from error
+            raise
 
     @property
     def last_position(self) -> int:

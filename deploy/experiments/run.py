@@ -29,7 +29,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 CONFIGS: Final = ROOT / "deploy" / "configs"
 SWEEPS: Final = ("sweep-a", "sweep-a-rate", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c")
-MODELS: Final = {"sweep-c": ROOT / "models" / "SmolLM2-135M-Instruct" / "config.json"}
+NEEDS: Final = {"sweep-c": ROOT / "models" / "SmolLM2-135M-Instruct" / "one-hop-train.jsonl"}
 """What a sweep cannot run without."""
 
 RESERVE_S: Final = 45.0
@@ -63,9 +63,9 @@ def main() -> int:
 
 def _codes(options: argparse.Namespace, ends_at: float) -> Iterator[int]:
     for name in options.only or SWEEPS:
-        missing = MODELS.get(name)
-        if missing is not None and not missing.is_file():
-            _say(f"{name} is left out: {missing.parent.relative_to(ROOT)} does not hold its model")
+        needed = NEEDS.get(name)
+        if needed is not None and not needed.is_file():
+            _say(f"{name} is left out: {needed.relative_to(ROOT)} is not there; see smollm2.py")
             continue
         yield _run(name, options, ends_at)
         _pack(options.state / name, options.out / f"{name}.tar.gz")
@@ -95,7 +95,7 @@ def _options() -> argparse.Namespace:
 
 def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
     """With more of a GPU for each arm as long as some end for want of memory. 1 if it failed."""
-    folder = options.state / name
+    folder = options.state.resolve() / name
     known = folder / SHARE
     if options.at_most is not None:
         ends_at = min(ends_at, time.monotonic() + options.at_most * 60)
@@ -116,7 +116,7 @@ def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
         _say(f"{name}: {left_s / 60:.1f} minutes, {share:g} of a GPU for each arm")
         try:
             limit_s = left_s + RESERVE_S / 2
-            code = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=limit_s).returncode
+            code = _ended(command, limit_s)
             ended = f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
             code, ended = 1, f"did not end within its {left_s / 60:.1f} minutes"
@@ -186,6 +186,11 @@ def _wants_memory(folder: Path) -> bool:
 def _results(folder: Path) -> Iterator[dict[str, object]]:
     for file in sorted(folder.glob("arms/*/result.json")):
         yield json.loads(file.read_text(encoding="utf-8"))
+
+
+def _ended(command: Sequence[str], limit_s: float) -> int:
+    """Its exit code. Paths in configurations are of the repository, wherever this is called."""
+    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=limit_s, cwd=ROOT).returncode
 
 
 # ---- archives

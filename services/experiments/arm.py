@@ -35,6 +35,7 @@ from leeway.services.experiments.arm_result import (
     write_result,
 )
 from leeway.services.experiments.collapse import CollapseRule, Evaluated, collapse_step
+from leeway.services.experiments.sweep_arms import MICRO
 
 CONTEXT_BYTES: Final = 600 * 2**20
 """What the driver keeps for a process beside what torch allocates: its context and kernels."""
@@ -55,7 +56,7 @@ def main() -> None:
     try:
         overrides = list(spec.overrides)
         if options.micro_batch_tokens is not None:
-            overrides.append(f"learner.micro_batch_tokens={options.micro_batch_tokens}")
+            overrides.append(f"{MICRO}={options.micro_batch_tokens}")
         config = load(options.base, overrides)
         bound_memory(options.gpu_share)
         result = asyncio.run(_play(spec, config, options.folder, options.keep_every_s))
@@ -121,6 +122,7 @@ def result_of(
         status="finished" if step is None else "collapsed",
         learning_rate=config.learner.learning_rate if config else None,
         num_steps=config.learner.num_steps if config else 0,
+        micro_batch_tokens=config.learner.micro_batch_tokens if config else None,
         evaluations=evaluations,
         curves=curves_of(lines),
         collapse_step=step,

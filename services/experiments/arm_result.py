@@ -74,6 +74,8 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float | None = None
     num_steps: int = 0
     """As configured."""
+    micro_batch_tokens: int | None = None
+    """Of the learner, by the configuration or by the sweep's resources."""
     evaluations: list[Evaluated] = []
     curves: dict[str, list[float | None]] = {}
     """By name of the metric, a value for each step done; None where the step had none."""

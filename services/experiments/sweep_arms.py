@@ -30,6 +30,7 @@ CRITIC_KEYS: Final = (
 )
 """In `[set]` they go to the objectives that have a critic; others would refuse them."""
 RATE: Final = "learner.learning_rate"
+MICRO: Final = "learner.micro_batch_tokens"
 TOLD: Final = (
     "objective", "learner.objective", "staleness", "replay.max_staleness", "seed", "data.seed",
 )  # fmt: skip
@@ -105,9 +106,14 @@ def _show(value: Any) -> str:
 def grid_arms(sweep: Sweep) -> list[Arm]:
     """Every combination of every grid, in order.
 
-    Raises ConfigurationError for a duplicate, for an objective that does not exist, and for an arm
-    whose configuration would be refused.
+    Raises ConfigurationError for a duplicate, for an objective that does not exist, for an axis
+    that the resources decide, and for an arm whose configuration would be refused.
     """
+    if sweep.file.resources.micro_batch_tokens and any(MICRO in grid for grid in sweep.file.grid):
+        raise ConfigurationError(
+            f"{MICRO} is an axis, and resources.micro_batch_tokens would decide it for every arm; "
+            "leave one of them out"
+        )
     arms: list[Arm] = []
     grid_of: dict[str, int] = {}
     for number, grid in enumerate(sweep.file.grid, 1):

@@ -303,21 +303,25 @@ def rates_of(results: Sequence[ArmResult], tolerance: float = 0.0) -> dict[str, 
 
     1e-4: 0.91, 2e-4: 0.92 -> 2e-4; with a tolerance of 0.02 -> 1e-4
     """
-    scores: dict[str, dict[float, list[float]]] = {}
+    scores: dict[str, dict[float, list[float | None]]] = {}
     for result in results:
         of_objective = scores.setdefault(result.spec.objective, {})
-        rate = rate_of(result)
         failed = result.status == "failed" or not result.evaluations
-        of_objective.setdefault(rate, []).append(0.0 if failed else result.evaluations[-1].score)
-    ended = {r.spec.objective for r in results if r.status != "failed"}
-    return {name: _rate(rates, tolerance) for name, rates in scores.items() if name in ended}
+        score = None if failed else result.evaluations[-1].score
+        of_objective.setdefault(rate_of(result), []).append(score)
+    found = {name: _rate(rates, tolerance) for name, rates in scores.items()}
+    return {name: rate for name, rate in found.items() if rate is not None}
 
 
-def _rate(scores: Mapping[float, Sequence[float]], tolerance: float) -> float:
-    means = {rate: fmean(of_rate) for rate, of_rate in scores.items()}
+def _rate(scores: Mapping[float, Sequence[float | None]], tolerance: float) -> float | None:
+    means = {
+        rate: fmean(score or 0.0 for score in of_rate)
+        for rate, of_rate in scores.items()
+        if any(score is not None for score in of_rate)
+    }
     # Differences of decimal fractions are off in their last bits.
-    least = max(means.values()) - tolerance - 1e-9
-    return min(rate for rate, mean in means.items() if mean >= least)
+    least = max(means.values(), default=0.0) - tolerance - 1e-9
+    return min((rate for rate, mean in means.items() if mean >= least), default=None)
 
 
 def rate_of(result: ArmResult) -> float:

@@ -82,6 +82,21 @@ def test_an_architecture_that_is_not_known_is_refused_by_name():
         Decoder(model, num_slots=1, max_len=MAX_LEN)
 
 
+def test_a_machine_that_cannot_compile_the_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch):
+    decoder = Decoder(build_model(), num_slots=1, max_len=MAX_LEN)
+
+    def fail(*tensors: torch.Tensor) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(decoder, "_by_kernels", fail)
+    reason = "Failed to find C compiler. Please specify via CC environment variable."
+    with pytest.raises(ConfigurationError, match=r"needs Triton and a C compiler.*install"):
+        decoder._compile()
+    reason = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decoder._compile()
+
+
 def test_a_sliding_window_is_refused_unless_no_sequence_reaches_it():
     model = build_model("mistral", sliding_window=50)
     Decoder(model, num_slots=1, max_len=50)

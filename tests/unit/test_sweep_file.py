@@ -187,8 +187,8 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     grid = grid_arms(sweep)
     expected = {
         "sweep-a": (240, 30),
-        "sweep-a-rate": (24, 0),
-        "sweep-a-64": (60, 0),
+        "sweep-a-rate": (78, 0),
+        "sweep-a-64": (64, 0),
         "sweep-b": (120, 3),
         "sweep-b-reuse": (24, 6),
         "sweep-c": (16, 8),
@@ -211,6 +211,12 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
         (HEAD + '[[grid]]\nctn = ["soft"]\n', "ctn = 'soft' is no form; there are none, gradient"),
         (HEAD + "[[grid]]\nstaleness = [64]\n", "the arm staleness 64 cannot run"),
         (HEAD + '[[grid]]\nname = ["a"]\n', "the sweep names its arms"),
+        (
+            HEAD
+            + "[resources]\nmicro_batch_tokens = 4096\n"
+            + "[[grid]]\nlearner.micro_batch_tokens = [512, 1024]\n",
+            "learner.micro_batch_tokens is an axis, and resources.micro_batch_tokens would decide",
+        ),
         (HEAD + "[set]\nseed = 1\n" + GRID, "seed is in [set] and in [[grid]]"),
         (HEAD + "[resources]\nnum_cpu = 1\n" + GRID, "[resources] holds executor, num_cpus"),
         (HEAD + "[collapse]\nshare = 2.0\n" + GRID, "collapse.share is 2.0; input should be less"),

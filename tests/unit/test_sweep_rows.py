@@ -188,6 +188,8 @@ def test_scores_within_the_tolerance_are_equal_and_the_smallest_rate_wins():
     assert rates_of(runs, 0.019) == {"grpo": 2e-4}
     assert rates_of(runs, 0.02) == {"grpo": 1e-4}
     assert rates_of(runs, 0.03) == {"grpo": 5e-5}
+    dead = scan("grpo", 1e-5, 0, 0.99, status="failed", reason="x")
+    assert rates_of([dead, scan("grpo", 1e-4, 0, 0.01)], 0.02) == {"grpo": 1e-4}
 
 
 def test_a_failed_arm_of_the_scan_scores_nothing():
