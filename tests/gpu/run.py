@@ -66,6 +66,7 @@ STAGES = (
     ),
     Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 540, 2),
     Stage("engine", (*LEEWAY, "bench", "engine", "--json"), 420),
+    Stage("decode", (*LEEWAY, "bench", "decode", "--json"), 120),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),
     Stage("learner", (*LEEWAY, "bench", "learner", "--json"), 240),
     Stage(
