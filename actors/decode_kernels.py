@@ -214,23 +214,30 @@ def _power_of_two(num: int) -> int:
 
 
 # Parameters of kernels have no types: the compiler takes them for constants. It would compile anew
-# for numbers and addresses that are divisible by 16, and those of rows are by chance.
+# for numbers that are 1 or divisible by 16, and for such addresses; those of rows are by chance.
 _jit: Any = triton.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slot", "position"]
+    do_not_specialize=["num_rows", "state_kind", "out_kind"],
+    do_not_specialize_on_alignment=["slot", "position"],
 )
 _inlined: Any = triton.jit
 
 
 @_inlined
-def _row(at, exists):  # type: ignore[no-untyped-def]
-    """[1, N] float32 numbers at N places, 0 where there is none."""
-    return tl.load(at, mask=exists, other=0.0).to(tl.float32)[None, :]
+def _numbers(at, exists):  # type: ignore[no-untyped-def]
+    """float32 numbers at these places, 0 where there is none."""
+    return tl.load(at, mask=exists, other=0.0).to(tl.float32)
 
 
 @_inlined
-def _tile(at, exists):  # type: ignore[no-untyped-def]
-    """[B, N] float32 numbers at B x N places, 0 in columns that there are not."""
-    return tl.load(at, mask=exists[None, :], other=0.0).to(tl.float32)
+def _row(at, exists):  # type: ignore[no-untyped-def]
+    """[1, N] of N places."""
+    return _numbers(at, exists)[None, :]
+
+
+@_inlined
+def _inputs(x, b, h, is_row, inside, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[ROWS, DEPTH] of the rows to be multiplied."""
+    return _numbers(x + b[:, None] * NUM_IN + h[None, :], is_row[:, None] & inside[None, :])
 
 
 @_jit
@@ -276,16 +283,13 @@ def _project(  # type: ignore[no-untyped-def]
     for start in range(0, HIDDEN, DEPTH):
         h = start + tl.arange(0, DEPTH)
         inside = h < HIDDEN
-        x_bh = tl.load(
-            x + b[:, None] * HIDDEN + h[None, :], mask=is_row[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
+        x_bh = _inputs(x, b, h, is_row, inside, HIDDEN)
         squares += tl.sum(x_bh * x_bh, 1)
         x_bh *= _row(norm + h, inside)
         where = weight + n[None, :] * HIDDEN + h[:, None]
         mask = is_column[None, :] & inside[:, None]
-        w_hn = tl.load(where, mask=mask, other=0.0).to(tl.float32)
-        first += tl.dot(x_bh, w_hn, input_precision="ieee")
-        w_hn = tl.load(where + WIDTH // 2 * HIDDEN, mask=mask, other=0.0).to(tl.float32)
+        first += tl.dot(x_bh, _numbers(where, mask), input_precision="ieee")
+        w_hn = _numbers(where + WIDTH // 2 * HIDDEN, mask)
         second += tl.dot(x_bh, w_hn, input_precision="ieee")
     scale = 1 / tl.sqrt(squares / HIDDEN + eps)
     first, second = first * scale[:, None], second * scale[:, None]
@@ -302,9 +306,10 @@ def _project(  # type: ignore[no-untyped-def]
             first *= scale[:, None] * _row(head_norm + d, is_column)
             second *= scale[:, None] * _row(head_norm + d + WIDTH // 2, is_column)
         angle = rotary + place[:, None] * rotary_position + d[None, :]
-        turned = first * _tile(angle, is_column) + second * _tile(angle + rotary_kind, is_column)
+        has = is_column[None, :]
+        turned = first * _numbers(angle, has) + second * _numbers(angle + rotary_kind, has)
         angle += WIDTH // 2
-        second = second * _tile(angle, is_column) + first * _tile(angle + rotary_kind, is_column)
+        second = second * _numbers(angle, has) + first * _numbers(angle + rotary_kind, has)
         first = turned
     mask = is_row[:, None] & is_column[None, :]
     if head < NUM_Q:
@@ -349,18 +354,15 @@ def _linear(  # type: ignore[no-untyped-def]
     for start in range(0, NUM_IN, DEPTH):
         h = start + tl.arange(0, DEPTH)
         inside = h < NUM_IN
-        x_bh = tl.load(
-            x + b[:, None] * NUM_IN + h[None, :], mask=is_row[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
+        x_bh = _inputs(x, b, h, is_row, inside, NUM_IN)
         if HAS_NORM:
             squares += tl.sum(x_bh * x_bh, 1)
             x_bh *= _row(norm + h, inside)
         where = weight + n[None, :] * NUM_IN + h[:, None]
         mask = is_column[None, :] & inside[:, None]
-        w_hn = tl.load(where, mask=mask, other=0.0).to(tl.float32)
-        product += tl.dot(x_bh, w_hn, input_precision="ieee")
+        product += tl.dot(x_bh, _numbers(where, mask), input_precision="ieee")
         if IS_GATED:
-            w_hn = tl.load(where + NUM_OUT * NUM_IN, mask=mask, other=0.0).to(tl.float32)
+            w_hn = _numbers(where + NUM_OUT * NUM_IN, mask)
             other += tl.dot(x_bh, w_hn, input_precision="ieee")
     if HAS_NORM:
         scale = 1 / tl.sqrt(squares / NUM_IN + eps)
@@ -374,7 +376,7 @@ def _linear(  # type: ignore[no-untyped-def]
     target = out + b[:, None] * NUM_OUT + n[None, :]
     mask = is_row[:, None] & is_column[None, :]
     if IS_ADDED:
-        product += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        product += _numbers(target, mask)
     tl.store(target, product.to(out.dtype.element_ty), mask=mask)
 
 
@@ -448,7 +450,7 @@ def _read_cache(  # type: ignore[no-untyped-def]
     has_width = d < WIDTH
     exists = (g < GROUP)[:, None] & has_width[None, :]
     at = row * q_row + (head * GROUP + g)[:, None] * q_head + d[None, :]
-    queries = tl.load(q + at, mask=exists, other=0.0).to(tl.float32) * scale
+    queries = _numbers(q + at, exists) * scale
     keys = cache + tl.load(slot + row) * cache_slot + head * cache_head
     top = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     total = tl.zeros([PADDED_GROUP], tl.float32)
@@ -458,8 +460,7 @@ def _read_cache(  # type: ignore[no-untyped-def]
         stands = m < num_read
         mask = stands[:, None] & has_width[None, :]
         where = m[:, None] * cache_position + d[None, :]
-        k = tl.load(keys + where, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(keys + cache_kind + where, mask=mask, other=0.0).to(tl.float32)
+        k, v = _numbers(keys + where, mask), _numbers(keys + cache_kind + where, mask)
         score = tl.sum(queries[:, None, :] * k[None, :, :], 2)
         score = tl.where(stands[None, :], score, -float("inf"))
         highest = tl.maximum(top, tl.max(score, 1))

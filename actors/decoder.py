@@ -31,9 +31,6 @@ MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 MANY_ROWS: Final = 64
 """Beyond so many rows, programs of the kernels take so many each: with fewer, weights would be read
 too often."""
-POSITION_MULTIPLE: Final = 64
-"""The cache's length is rounded up to this many positions; attention kernels want a multiple
-of 8."""
 
 
 class Feed(NamedTuple):
@@ -132,11 +129,11 @@ class Decoder:
         self.device = self._embedding_VH.device
         self.num_slots = num_slots
         # One position more than a sequence has: rows that only fill a batch up write there.
-        self.num_positions = -(-(max_len + 1) // POSITION_MULTIPLE) * POSITION_MULTIPLE
+        self.num_positions = max_len + 1
         self.vocab_size: int = self._head.weight.shape[0]
         self._rotary_2MD = _rotary(network.model.rotary_emb, self)
         head_width = self._rotary_2MD.shape[2]
-        # Zeros, not garbage: a masked position still meets a factor of 0, and 0 * nan is nan.
+        # Zeros, not garbage: rows that only fill a batch up read what nobody may have written.
         self._cache = torch.zeros(
             (num_slots, len(self._layers), 2, self._num_kv, self.num_positions, head_width),
             dtype=self.dtype,
@@ -151,13 +148,16 @@ class Decoder:
             self._compile()
 
     def _compile(self) -> None:
-        """Run what prompts run once, so that no request waits for a compiler."""
+        """Run every kernel once, for few rows and for many, so that no request waits for a
+        compiler."""
         try:
             for num_rows in (1, MANY_ROWS + 1):
-                at_last = torch.full((num_rows,), self.last_position, device=self.device)
-                zeros = torch.zeros_like(at_last)
+                state_4B = torch.zeros(4, num_rows, dtype=torch.long, device=self.device)
+                state_4B[2] = self.last_position
+                uniform_BV = torch.zeros(num_rows, self.vocab_size, device=self.device)
+                out_2B = torch.zeros(2, num_rows, dtype=torch.float64, device=self.device)
                 with torch.inference_mode():
-                    self._by_kernels(zeros, zeros, at_last, zeros[:1])
+                    self.static_step(state_4B, uniform_BV, out_2B)
         except (ImportError, RuntimeError) as error:
             if isinstance(error, ImportError) or "compiler" in str(error).lower():
                 raise ConfigurationError(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from leeway.actors import decode_kernels
 from leeway.actors.decode_kernels import (
     add_linear,
     gated,
@@ -14,8 +15,15 @@ from leeway.actors.decode_kernels import (
     read_cache,
     sample_next,
 )
-from leeway.actors.decoder import Decoder, Feed, Linear, sample
-from tests.unit.small_models import CONFIGS, build_model, oracle, random_rows
+from leeway.actors.decoder import MANY_ROWS, Decoder, Feed, Linear, sample
+from tests.unit.small_models import (
+    CONFIGS,
+    build_model,
+    check_log_probs,
+    check_mixed_rows,
+    oracle,
+    random_rows,
+)
 
 
 def build(model: Any, num_slots: int = 4) -> Decoder:
@@ -27,15 +35,8 @@ def build(model: Any, num_slots: int = 4) -> Decoder:
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_log_probs_are_those_of_transformers(name: str):
-    model, rows, slots = build_model(name), random_rows(), (2, 0, 3)
-    expected = torch.stack([oracle(model, row)[-1] for row in rows])
-    before = torch.stack([oracle(model, row)[-2] for row in rows])
-    decoder = build(model)
-    # 79 tokens: more than a program has rows.
-    prompts = [Feed(s, 0, row[:-1]) for s, row in zip(slots, rows, strict=True)]
-    torch.testing.assert_close(decoder.logits(prompts).log_softmax(-1), before, atol=1e-4, rtol=0)
-    singles = [Feed(s, len(row) - 1, row[-1:]) for s, row in zip(slots, rows, strict=True)]
-    torch.testing.assert_close(decoder.logits(singles).log_softmax(-1), expected, atol=1e-4, rtol=0)
+    model = build_model(name)
+    check_log_probs(model, build(model))
 
 
 @torch.inference_mode()
@@ -67,14 +68,25 @@ def test_a_static_step_goes_on_by_its_own_tokens():
 
 @torch.inference_mode()
 def test_rows_of_any_length_and_start_go_through_together():
-    model, rows = build_model(), random_rows()
-    decoder = build(model)
-    decoder.logits([Feed(1, 0, rows[1][:-1]), Feed(2, 0, rows[2][:20])])
-    logits = decoder.logits(
-        [Feed(0, 0, rows[0]), Feed(1, len(rows[1]) - 1, rows[1][-1:]), Feed(2, 20, rows[2][20:])]
-    )
-    expected = torch.stack([oracle(model, row)[-1] for row in rows])
-    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-4, rtol=0)
+    model = build_model()
+    check_mixed_rows(model, build(model))
+
+
+@torch.inference_mode()
+def test_every_kernel_is_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch):
+    """By the sizes of programs: few rows and many, in each use of the products."""
+    seen: set[tuple[str, bool]] = set()
+    decoder = build(build_model())
+    for name in ("project", "linear", "gated", "add_linear", "read_cache", "sample_next"):
+        launch = getattr(decode_kernels, name)
+
+        def noted(*given: Any, _name: str = name, _launch: Any = launch) -> Any:
+            seen.add((_name, len(given[0]) > MANY_ROWS))
+            return _launch(*given)
+
+        monkeypatch.setattr(decode_kernels, name, noted)
+    decoder._compile()
+    assert len(seen) == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,5 @@
-"""Networks of some ten thousand random weights, one of each kind that is decoded here."""
+"""Networks of some ten thousand random weights, one of each kind that is decoded here, and what a
+decoder of them must do."""
 
 import random
 from typing import Any
@@ -11,6 +12,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from leeway.actors.decoder import Decoder, Feed
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -62,3 +65,25 @@ def oracle(model: Any, ids: list[int]) -> torch.Tensor:
 
 def random_rows(vocabulary: int = 97) -> list[list[int]]:
     return [random.Random(n).choices(range(vocabulary), k=n) for n in (5, 17, 60)]
+
+
+def check_log_probs(model: Any, decoder: Decoder) -> None:
+    """Prompts of 79 tokens, then single tokens: each as transformers has it."""
+    rows, slots = random_rows(), (2, 0, 3)
+    prompts = [Feed(s, 0, row[:-1]) for s, row in zip(slots, rows, strict=True)]
+    singles = [Feed(s, len(row) - 1, row[-1:]) for s, row in zip(slots, rows, strict=True)]
+    for place, feeds in ((-2, prompts), (-1, singles)):
+        expected = torch.stack([oracle(model, row)[place] for row in rows])
+        found = decoder.logits(feeds).log_softmax(-1)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def check_mixed_rows(model: Any, decoder: Decoder) -> None:
+    """A whole prompt, one more token and the rest of a prompt go through together."""
+    rows = random_rows()
+    decoder.logits([Feed(1, 0, rows[1][:-1]), Feed(2, 0, rows[2][:20])])
+    logits = decoder.logits(
+        [Feed(0, 0, rows[0]), Feed(1, len(rows[1]) - 1, rows[1][-1:]), Feed(2, 20, rows[2][20:])]
+    )
+    expected = torch.stack([oracle(model, row)[-1] for row in rows])
+    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-4, rtol=0)

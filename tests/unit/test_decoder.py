@@ -20,10 +20,16 @@ from leeway.actors.tokens import Tokens, write_byte_tokenizer
 from leeway.actors.torch_policy import TorchPolicy
 from leeway.replay.errors import ConfigurationError
 from leeway.replay.schema import PolicyVersion
-from tests.unit.small_models import CONFIGS, build_model, oracle, random_rows
+from tests.unit.small_models import (
+    CONFIGS,
+    build_model,
+    check_log_probs,
+    check_mixed_rows,
+    oracle,
+    random_rows,
+)
 
 MAX_LEN = 96
-SLOT_OF_ROW = (2, 0, 3)
 
 
 # ---- the network
@@ -32,27 +38,14 @@ SLOT_OF_ROW = (2, 0, 3)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_log_probs_are_those_of_transformers(name: str):
-    model, rows = build_model(name), random_rows()
-    expected = torch.stack([oracle(model, row)[-1] for row in rows])
-    before = torch.stack([oracle(model, row)[-2] for row in rows])
-    decoder = Decoder(model, num_slots=4, max_len=MAX_LEN)
-
-    prompts = [Feed(s, 0, row[:-1]) for s, row in zip(SLOT_OF_ROW, rows, strict=True)]
-    torch.testing.assert_close(decoder.logits(prompts).log_softmax(-1), before, atol=1e-4, rtol=0)
-    singles = [Feed(s, len(row) - 1, row[-1:]) for s, row in zip(SLOT_OF_ROW, rows, strict=True)]
-    torch.testing.assert_close(decoder.logits(singles).log_softmax(-1), expected, atol=1e-4, rtol=0)
+    model = build_model(name)
+    check_log_probs(model, Decoder(model, num_slots=4, max_len=MAX_LEN))
 
 
 @torch.inference_mode()
 def test_rows_of_any_length_and_start_go_through_together():
-    model, rows = build_model(), random_rows()
-    decoder = Decoder(model, num_slots=4, max_len=MAX_LEN)
-    decoder.logits([Feed(1, 0, rows[1][:-1]), Feed(2, 0, rows[2][:20])])
-    logits = decoder.logits(
-        [Feed(0, 0, rows[0]), Feed(1, len(rows[1]) - 1, rows[1][-1:]), Feed(2, 20, rows[2][20:])]
-    )
-    expected = torch.stack([oracle(model, row)[-1] for row in rows])
-    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-4, rtol=0)
+    model = build_model()
+    check_mixed_rows(model, Decoder(model, num_slots=4, max_len=MAX_LEN))
 
 
 @torch.inference_mode()
@@ -88,7 +81,7 @@ def test_a_machine_that_cannot_compile_the_kernels_is_told_so(monkeypatch: pytes
     def fail(*tensors: torch.Tensor) -> None:
         raise RuntimeError(reason)
 
-    monkeypatch.setattr(decoder, "_by_kernels", fail)
+    monkeypatch.setattr(decoder, "static_step", fail)
     reason = "Failed to find C compiler. Please specify via CC environment variable."
     with pytest.raises(ConfigurationError, match=r"needs Triton and a C compiler.*install"):
         decoder._compile()
