@@ -15,7 +15,7 @@ class LearnerConfig(FrozenModel):
 
     objective: str = "so-grpo"
     """A preset, such as so-grpo or grpo; docs/objectives.md lists them."""
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: float = Field(default=5e-5, gt=0)
     """Step size of AdamW: the highest, if it falls again."""
     warmup_steps: int = Field(default=2, ge=0)
     """Steps over which the learning rate rises linearly."""

@@ -1,12 +1,15 @@
 """The whole loop, once in lockstep and once with rollouts and training apart, for the same work.
 
 Two runs of `leeway train` with the same model, questions, groups and turns; only
-`replay.max_staleness` differs: 0, where engine and learner take turns, and 16. Of each run the
-steps behind the first two are looked at. The time per trained token of one over that of the other
-is the speed-up. Groups that lay ready before those steps and were used up in them do not count: a
-buffer that drains is no speed that lasts. The share of that time in which the learner waited for
-groups is `learner_idle`, and the share in which the engine had at least one request is
-`engine_busy`. Each run's directory keeps a Chrome trace (timeline.json) that says why.
+`replay.max_staleness` differs: 0, where engine and learner take turns, and 16. In lockstep the
+steps behind the first two are looked at; apart those behind the first 24, because an adaptive
+lookahead begins with more groups than it needs, and the engine may rest while they are used up. The
+steps from the third to the 24th have a row of their own. The time per trained token of one over
+that of the other is the speed-up. Groups that lay ready before the steps that are looked at and
+were used up in them do not count: a buffer that drains is no speed that lasts. The share of that
+time in which the learner waited for groups is `learner_idle`, and the share in which the engine had
+at least one request is `engine_busy`. Each run's directory keeps a Chrome trace (timeline.json)
+that says why.
 
 On two GPUs the learner has one and vLLM the other, with 1.3 billion random weights; on CPUs they
 share the cores, with the bundled policy and the torch engine.
@@ -28,10 +31,14 @@ import torch
 
 from leeway.actors.config import model_dir
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.lookahead import NUM_DRAWS
 from leeway.services.bench.large_model import large_model
 from leeway.services.bench.result import BenchResult
 
 WARM_STEPS: Final = 2
+SETTLING_STEPS: Final = 3 * NUM_DRAWS
+"""Apart. A lookahead looks at NUM_DRAWS draws, lets pass the five that still draw what was admitted
+before, looks at as many again, and the groups of a second cut are used up in three."""
 RUN_TIMEOUT_S: Final = 900.0
 Half = Literal["asynchronous", "synchronous"]
 STALENESS: Final[dict[Half, int]] = {"asynchronous": 16, "synchronous": 0}
@@ -42,9 +49,12 @@ FACTORY: Final = "leeway.services.bench.pipeline_environment:build"
 
 @dataclass(frozen=True)
 class Size:
-    """How much work a step is."""
+    """How much work a step is, and how many steps are looked at."""
 
     num_steps: int
+    """Looked at, in each run."""
+    num_settling: int
+    """Before those, apart."""
     groups_per_step: int
     turn_tokens: int
     observation_tokens: int
@@ -100,7 +110,19 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
     folder.mkdir(parents=True, exist_ok=True)
     model = _model(folder, is_cuda)
     names = STALENESS if half is None else (half,)
-    courses = {name: _play(folder / name, model, size, STALENESS[name], is_cuda) for name in names}
+    runs = {name: _play(folder / name, name, model, size, is_cuda) for name in names}
+    courses = {name: course_of(runs[name], _num_before(name, size)) for name in names}
+    rows = [_row(name, course) for name, course in courses.items()]
+    keys: dict[str, float | int | str] = {}
+    if "asynchronous" in runs:
+        settling = course_of(runs["asynchronous"], WARM_STEPS, size.num_settling)
+        rows.insert(
+            0, _row(f"asynchronous, steps {WARM_STEPS + 1} to {size.num_settling}", settling)
+        )
+        keys |= {
+            "settling_learner_idle": settling.idle,
+            "settling_engine_busy": settling.engine_busy,
+        }
     columns = (
         "run",
         "tokens/s",
@@ -113,17 +135,18 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
         "staleness",
         "timeline",
     )
-    rows = tuple(_row(name, course) for name, course in courses.items())
     if half is not None:
-        return BenchResult("pipeline", columns, rows, {"half": half, **_keys(courses[half])})
+        keys = {"half": half, **_keys(courses[half]), **keys}
+        return BenchResult("pipeline", columns, tuple(rows), keys)
     apart, lockstep = courses["asynchronous"], courses["synchronous"]
     return BenchResult(
         "pipeline",
         columns,
-        rows,
+        tuple(rows),
         {
             "speedup": apart.tokens_per_s / lockstep.tokens_per_s,
             **_keys(apart),
+            **keys,
             "synchronous_learner_idle": lockstep.idle,
             "synchronous_engine_busy": lockstep.engine_busy,
         },
@@ -146,9 +169,17 @@ def _size(quick: bool, is_cuda: bool) -> Size:
         # The rate at which models of this size are trained: at the default, for small ones, half of
         # all turns would be clipped four versions on, and only the loop apart would pay for that.
         learner = {"micro_batch_tokens": 16384, "precision": "bfloat16", "learning_rate": 1e-6}
-        return Size(6 if quick else 20, 16, 200, 400, 512, learner)
+        steps = (4, 6) if quick else (16, SETTLING_STEPS)
+        return Size(*steps, 16, 200, 400, 512, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
-    return Size(4, 2, 16, 32, 16, learner) if quick else Size(14, 4, 24, 192, 32, learner)
+    if quick:
+        return Size(2, 4, 2, 16, 32, 16, learner)
+    return Size(12, SETTLING_STEPS, 4, 24, 192, 32, learner)
+
+
+def _num_before(half: Half, size: Size) -> int:
+    """Steps before those that are looked at."""
+    return WARM_STEPS if half == "synchronous" else size.num_settling
 
 
 def _model(folder: Path, is_cuda: bool) -> Path:
@@ -158,7 +189,9 @@ def _model(folder: Path, is_cuda: bool) -> Path:
     return made if made.is_dir() else large_model(bundled, folder)
 
 
-def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) -> Course:
+def _play(folder: Path, half: Half, model: Path, size: Size, is_cuda: bool) -> Path:
+    """The directory of the run."""
+    staleness = STALENESS[half]
     settings: dict[str, Any] = {
         "model": str(model),
         "environment.factory": FACTORY,
@@ -176,7 +209,7 @@ def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) 
         "replay.groups_per_step": size.groups_per_step,
         "replay.max_staleness": staleness,
         "learner.objective": "so-grpo",
-        "learner.num_steps": size.num_steps,
+        "learner.num_steps": _num_before(half, size) + size.num_steps,
         "learner.checkpoint_every": 10_000,
         "eval.num_questions": 0,
         **{f"learner.{name}": value for name, value in size.learner.items()},
@@ -184,7 +217,7 @@ def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) 
     overrides = [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
     for directory in (folder / "runs").glob("*"):
         if (directory / "summary.json").is_file():
-            return course_of(directory)
+            return directory
     shutil.rmtree(folder, ignore_errors=True)  # what is left of a call that was cut
     folder.mkdir()
     command = [sys.executable, "-m", "leeway.services.cli", "train", *overrides]
@@ -196,14 +229,15 @@ def _play(folder: Path, model: Path, size: Size, staleness: int, is_cuda: bool) 
     if ended.returncode != 0:
         raise RuntimeError(f"leeway train ended with {ended.returncode}; its log is {log}")
     [directory] = (folder / "runs").iterdir()
-    return course_of(directory)
+    return directory
 
 
-def course_of(directory: Path) -> Course:
-    """From a run's metrics.jsonl, from the end of step WARM_STEPS on."""
+def course_of(directory: Path, first: int, last: int | None = None) -> Course:
+    """From a run's metrics.jsonl, from the end of step `first` to that of step `last` or the
+    last."""
     text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
-    start, rest = lines[WARM_STEPS - 1], lines[WARM_STEPS:]
+    start, rest = lines[first - 1], lines[first:last]
 
     def total(name: str) -> float:
         return sum(line[name] for line in rest)

@@ -44,7 +44,7 @@ async def test_every_setting_has_its_value_its_bounds_and_what_it_does(
         await opened_form(page)
         keys = await page.locator(".setting label").all_inner_texts()
         assert keys[0] == "learner.learning_rate" and "rollout.max_failure_share" in keys
-        assert await page.locator(RATE).input_value() == "0.0001"
+        assert await page.locator(RATE).input_value() == "0.00005"
         assert await page.locator(f"{RATE}-note").inner_text() == "Above 0."
         assert await page.locator(f"{STEPS}-note").inner_text() == "A whole number, at least 1."
         assert "Step size of AdamW" in await page.locator(f"{RATE}-text").inner_text()
@@ -55,18 +55,18 @@ async def test_every_setting_has_its_value_its_bounds_and_what_it_does(
 async def test_a_changed_setting_is_asked_about_sent_and_followed(browser: Browser, site: Site):
     async with looking(browser, site, token=site.control_token) as (page, seen):
         await opened_form(page)
-        await page.locator(RATE).fill("0.00005")
+        await page.locator(RATE).fill("0.00002")
         assert await page.locator("#settings-apply").inner_text() == "Change 1 setting"
         await page.locator("#settings-apply").click()
-        await shows(page, "#confirm-text", "learner.learning_rate from 0.0001 to 0.00005")
+        await shows(page, "#confirm-text", "learner.learning_rate from 0.00005 to 0.00002")
         await page.locator("#confirm-no").click()
         assert await site.settings() == {}
         await page.locator("#settings-apply").click()
         await page.locator("#confirm-yes").click()
         await shows(page, "#settings-state", "Change 1: waiting for learner, worker-0.")
-        assert await site.settings() == {"learner.learning_rate": 0.00005}
+        assert await site.settings() == {"learner.learning_rate": 0.00002}
         note = await page.locator(f"{RATE}-note").inner_text()
-        assert note == "Above 0, began with 0.0001."
+        assert note == "Above 0, began with 0.00005."
         await site.apply_settings(1)
         await shows(page, "#settings-state", "Change 1: everybody goes by it.")
         assert seen.exceptions == []
@@ -83,7 +83,7 @@ async def test_what_the_api_refuses_is_said_as_its_sentence_and_stays_to_be_corr
         assert await page.locator(RATE).input_value() == "0"
         assert await site.settings() == {}
         await page.locator("#settings-undo").click()
-        assert await page.locator(RATE).input_value() == "0.0001"
+        assert await page.locator(RATE).input_value() == "0.00005"
         assert await page.locator(RATE).get_attribute("aria-invalid") is None
         assert await page.locator("#settings-problem").inner_text() == ""
 
@@ -102,18 +102,18 @@ async def test_another_who_was_faster_is_noticed_and_what_was_typed_stays(
 ):
     async with looking(browser, site, token=site.control_token) as (page, _):
         await opened_form(page)
-        await page.locator(RATE).fill("0.00005")
+        await page.locator(RATE).fill("0.00002")
         await site.change_settings({"learner.num_steps": 50.0})
         await page.locator("#settings-apply").click()
         await page.locator("#confirm-yes").click()
         await shows(page, "#settings-problem", "the settings are others by now")
         await until(page, f"document.querySelector('{STEPS}').value === '50'")
-        assert await page.locator(RATE).input_value() == "0.00005"
+        assert await page.locator(RATE).input_value() == "0.00002"
         await page.locator("#settings-apply").click()
         await page.locator("#confirm-yes").click()
         await shows(page, "#settings-state", "Change 2")
         assert await site.settings() == {
-            "learner.learning_rate": 0.00005,
+            "learner.learning_rate": 0.00002,
             "learner.num_steps": 50.0,
         }
 

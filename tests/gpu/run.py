@@ -61,7 +61,7 @@ STAGES = (
     Stage(
         "pipeline-apart",
         (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--half", "asynchronous", "--json"),
-        420,
+        480,
         2,
     ),
     Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 540, 2),

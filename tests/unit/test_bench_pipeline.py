@@ -38,10 +38,12 @@ def test_groups_that_lay_ready_before_do_not_count(
 ):
     lines = [json.dumps(line(step, n)) for step, n in enumerate(ready, start=1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    course = course_of(tmp_path)
+    course = course_of(tmp_path, 2)
     assert (course.num_tokens, course.wall_s) == (2000, 20.0)
     assert (course.backlog, course.tokens_per_s) == (backlog, tokens_per_s)
     assert (course.idle, course.engine_busy, course.staleness) == (0.1, 0.9, 1.75)
+    third = course_of(tmp_path, 2, 3)
+    assert (third.num_tokens, third.wall_s, third.staleness) == (1000, 10.0, 1.5)
 
 
 def test_half_that_was_cut_is_played_from_its_start_and_one_that_ended_is_not(
@@ -65,30 +67,45 @@ def test_half_that_was_cut_is_played_from_its_start_and_one_that_ended_is_not(
     cut = half / "runs" / "run-1"
     cut.mkdir(parents=True)
     size = pipeline._size(True, False)
-    first = pipeline._play(half, tmp_path, size, 4, False)
+    first = pipeline._play(half, "asynchronous", tmp_path, size, False)
     assert not cut.exists()
-    assert pipeline._play(half, tmp_path, size, 4, False) == first
+    assert pipeline._play(half, "asynchronous", tmp_path, size, False) == first
     assert played == [half]
 
 
 def test_one_half_has_its_own_figures_and_the_other_is_compared_with_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    played: list[int] = []
+    """Apart 6 steps, of which those behind the fourth are looked at; in lockstep 4 and two."""
+    played: list[str] = []
 
-    def play(folder: Path, model: Path, size: object, staleness: int, is_cuda: bool) -> object:
-        played.append(staleness)
-        wall_s = 10.0 if staleness else 20.0
-        return pipeline.Course(1000, 0.0, wall_s, 2.0, 1.0, 7.0, 1.0, 0.9, 3.5, folder)
+    def play(folder: Path, half: str, model: Path, size: object, is_cuda: bool) -> Path:
+        played.append(half)
+        apart = half == "asynchronous"
+        lines = [line(step, 0) for step in range(1, 7 if apart else 5)]
+        for of_step in lines:
+            settled = of_step["step"] > 4
+            of_step["time"] *= 1.0 if apart else 2.0
+            of_step["wait_s"] = 2.0 if settled else 5.0
+            of_step["engine_busy_s"] += 1.0 if of_step["step"] == 4 else 0.0
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text("\n".join(json.dumps(part) for part in lines))
+        return folder
 
     monkeypatch.setattr(pipeline, "_play", play)
     result = pipeline.run(quick=True, out=tmp_path, half="asynchronous")
-    assert played == [16]
+    assert played == ["asynchronous"]
     assert result.keys["half"] == "asynchronous"
-    assert (result.keys["learner_idle"], result.keys["learner_blocked"]) == (0.2, 0.1)
-    assert result.keys["staleness"] == 3.5
-    assert pipeline.run(quick=True, out=tmp_path).keys["speedup"] == 2.0
-    assert played == [16, 16, 0]
+    assert (result.keys["learner_idle"], result.keys["settling_learner_idle"]) == (0.2, 0.5)
+    assert (result.keys["engine_busy"], result.keys["settling_engine_busy"]) == (0.85, 0.95)
+    assert result.keys["staleness"] == 2.75
+    assert [row[0] for row in result.rows] == ["asynchronous, steps 3 to 4", "asynchronous"]
+    both = pipeline.run(quick=True, out=tmp_path)
+    assert (both.keys["speedup"], both.keys["synchronous_learner_idle"]) == (2.0, 0.25)
+    assert played == ["asynchronous", "asynchronous", "synchronous"]
+    assert set(pipeline.run(quick=True, out=tmp_path, half="synchronous").keys).isdisjoint(
+        {"settling_engine_busy", "speedup"}
+    )
 
 
 def test_half_without_a_folder_is_refused_in_words():
