@@ -28,8 +28,14 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CONFIGS: Final = ROOT / "deploy" / "configs"
-SWEEPS: Final = ("sweep-a", "sweep-a-rate", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c")
-NEEDS: Final = {"sweep-c": ROOT / "models" / "SmolLM2-135M-Instruct" / "one-hop-train.jsonl"}
+LIVE: Final = ("sweep-c-live",)
+"""Each run with an engine and a learner on two GPUs of their own."""
+SWEEPS: Final = (
+    *("sweep-a", "sweep-a-rate", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c"),
+    *LIVE,
+)
+SMOLLM2: Final = ROOT / "models" / "SmolLM2-135M-Instruct" / "one-hop-train.jsonl"
+NEEDS: Final = {"sweep-c": SMOLLM2, "sweep-c-live": SMOLLM2}
 """What a sweep cannot run without."""
 
 RESERVE_S: Final = 45.0
@@ -44,6 +50,7 @@ MPS_LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
 MPS_S: Final = 20.0
 MEMORY_GIB: Final = (8.0, 14.0, 20.0)
 """Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
+SMOLLM2_GIB: Final = (20.0, 30.0, 45.0)
 
 
 def main() -> int:
@@ -53,19 +60,25 @@ def main() -> int:
     for name in options.only or SWEEPS:
         _take_in(options.brought, options.state, name)
     options.out.mkdir(parents=True, exist_ok=True)
+    wanted = options.only or SWEEPS
+    small = [name for name in wanted if name not in LIVE]
     codes = [0]
-    with nullcontext() if options.cpu else shared_gpu():
-        codes += list(_codes(options, ends_at))
-    for name in options.only or SWEEPS:
+    with nullcontext() if options.cpu or not small else shared_gpu():
+        codes += _codes(small, options, ends_at)
+    codes += _codes([name for name in wanted if name in LIVE], options, ends_at)
+    for name in wanted:
         _table(options.state / name)
     return max(codes)
 
 
-def _codes(options: argparse.Namespace, ends_at: float) -> Iterator[int]:
-    for name in options.only or SWEEPS:
+def _codes(names: Sequence[str], options: argparse.Namespace, ends_at: float) -> Iterator[int]:
+    for name in names:
         needed = NEEDS.get(name)
         if needed is not None and not needed.is_file():
             _say(f"{name} is left out: {needed.relative_to(ROOT)} is not there; see smollm2.py")
+            continue
+        if name in LIVE and not options.cpu and len(_memories_gib()) < 2:
+            _say(f"{name} is left out: it needs two GPUs")
             continue
         yield _run(name, options, ends_at)
         _pack(options.state / name, options.out / f"{name}.tar.gz")
@@ -100,8 +113,9 @@ def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
     if options.at_most is not None:
         ends_at = min(ends_at, time.monotonic() + options.at_most * 60)
     # What an earlier call found out: with less, arms that are cut off would fail when they go on.
-    least = float(known.read_text(encoding="utf-8")) if known.is_file() else 0.0
-    shares = (0.0,) if options.cpu else tuple(share for share in _shares() if share >= least)
+    is_known = known.is_file() and not options.cpu
+    least = float(known.read_text(encoding="utf-8")) if is_known else 0.0
+    shares = tuple(share for share in _shares(name, options.cpu) if share >= least)
     for number, share in enumerate(shares):
         left_s = ends_at - time.monotonic()
         if left_s < LEAST_S:
@@ -169,12 +183,22 @@ def _mps(control: str, *options: str, env: dict[str, str], words: str = "") -> b
     return ended.returncode == 0
 
 
-def _shares() -> tuple[float, ...]:
-    """Those of this machine's GPU that hold so much memory."""
+def _shares(name: str, is_cpu: bool) -> tuple[float, ...]:
+    """GPUs of one run: those parts of this machine's that hold so much memory, or two of them."""
+    if is_cpu:
+        return (0.0,)
+    if name in LIVE:
+        return (2.0,)
+    total_gib = _memories_gib()[0]
+    wanted = SMOLLM2_GIB if name in NEEDS else MEMORY_GIB
+    return tuple(min(1.0, round(gib / total_gib, 3)) for gib in wanted)
+
+
+def _memories_gib() -> list[float]:
+    """Of each GPU of this machine."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    total_gib = float(listed.split()[0]) / 1024
-    return tuple(min(1.0, round(gib / total_gib, 3)) for gib in MEMORY_GIB)
+    return [float(line) / 1024 for line in listed.splitlines()]
 
 
 def _wants_memory(folder: Path) -> bool:

@@ -110,9 +110,40 @@ def test_the_share_of_a_gpu_is_what_holds_so_many_gib_on_this_one(
     asked.write_text("#!/bin/sh\necho 81920\n")  # MiB: 80 GiB
     asked.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert program._shares() == (0.1, 0.175, 0.25)
+    assert program._shares("sweep-a", is_cpu=False) == (0.1, 0.175, 0.25)
+    assert program._shares("sweep-c", is_cpu=False) == (0.25, 0.375, 0.562)
+    assert program._shares("sweep-a", is_cpu=True) == (0.0,)
     asked.write_text("#!/bin/sh\necho 10240\n")
-    assert program._shares() == (0.8, 1.0, 1.0)
+    assert program._shares("sweep-a", is_cpu=False) == (0.8, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("num_gpus", "is_run"), [(1, False), (2, True)])
+def test_a_live_run_has_two_gpus_to_itself_or_is_left_out(
+    program: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_gpus: int,
+    is_run: bool,
+):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "echo 81920\n" * num_gpus)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    told = mps(tmp_path, 0)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(program, "NEEDS", {})
+    asked: list[list[str]] = []
+
+    def run(command: list[str], limit_s: float) -> int:
+        asked.append(command)
+        return 0
+
+    monkeypatch.setattr(program, "_ended", run)
+    out = ["--minutes", "9", "--out", str(tmp_path / "out"), "--state", str(tmp_path / "state")]
+    monkeypatch.setattr("sys.argv", ["run.py", *out, "--only", "sweep-c-live"])
+    assert program.main() == 0
+    assert [command[command.index("--num-gpus") + 1] for command in asked] == ["2"] * is_run
+    assert ("left out: it needs two GPUs" in capsys.readouterr().err) is not is_run
+    assert not told.exists()  # each GPU has one process
 
 
 def mps(folder: Path, exit_code: int) -> Path:
