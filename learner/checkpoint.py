@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
@@ -108,6 +109,7 @@ class Checkpoints:
             self._group = group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Any] | None = None
+        self._deadline = 0.0
 
     def save(
         self,
@@ -151,6 +153,12 @@ class Checkpoints:
             )
         else:
             self._pending = slices
+        self._deadline = time.monotonic() + self._world.timeout_s
+
+    def is_over(self) -> bool:
+        """Whether wait() returns, or raises, at once."""
+        pending = self._pending
+        return pending is None or pending.done() or time.monotonic() > self._deadline
 
     def wait(self) -> None:
         """Until the last one is complete; raises CheckpointError if it failed or takes too long."""
@@ -158,7 +166,7 @@ class Checkpoints:
         if pending is None:
             return
         try:
-            pending.result(self._world.timeout_s)
+            pending.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
             raise CheckpointError(
                 f"the checkpoint in {self._directory} was not written within "

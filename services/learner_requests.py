@@ -30,7 +30,7 @@ class Steered(Protocol):
 
     version: PolicyVersion
 
-    def save_now(self) -> None: ...
+    async def save_now(self) -> None: ...
     async def publish(self) -> None: ...
     async def confirm(self) -> Published | None: ...
     async def close_admission(self) -> None: ...
@@ -107,7 +107,7 @@ class Requests:
         if request.action == "checkpoint":
             if version == 0:
                 return "version 0 is the model that the run began with; there is nothing to write"
-            self._learning.save_now()
+            await self._learning.save_now()
             return f"a checkpoint of version {version} is on the disk"
         await self._learning.confirm()
         await self._learning.publish()

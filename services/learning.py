@@ -56,6 +56,8 @@ from leeway.services.step_records import StepRecords
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
+WRITTEN_S = 0.5
+"""Between two looks whether a checkpoint is on the disk."""
 EPOCH_S = 60.0
 """Added to the deadlines of a draw and of a publish, which may be tried twice: how long ranks wait
 for rank 0 between two orders."""
@@ -143,7 +145,7 @@ class LearnerProcess:
             if self.version < self.num_steps:
                 await until_training(self._board, self.stop_requested, self.catch_up)
             await loop.run(self, self._replay)
-            self._save_and_wait()
+            await self._save_and_close()
             await self._requests.ended()
             await until_done(self._board, self.stop_requested)
             await records.copy()
@@ -153,7 +155,7 @@ class LearnerProcess:
                 await until_stopped(self.stop_requested)
             self._order(End())
         except LearnerStopped:
-            self._save_and_wait()
+            await self._save_and_close()
             self._order(End())
             raise
         except Exception:
@@ -317,9 +319,9 @@ class LearnerProcess:
             settings_revision=self._revision,
         )
         if self.version % self._config.learner.checkpoint_every == 0:
-            self.save()
+            await self.save()
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """Begin a checkpoint of the current version, once; it is written while training goes on.
 
         Its score is the mean reward of the steps since the one before.
@@ -327,7 +329,7 @@ class LearnerProcess:
         if self.version in (self._checkpointed, 0):
             return
         # What failed of the one before is raised here, before others begin the next.
-        self._checkpoints.wait()
+        await self._until_written()
         free_pages.give_back()
         self._order(Save())
         self._save(self._steps.take_score(), self._steps.max_staleness_seen)
@@ -337,14 +339,23 @@ class LearnerProcess:
         self._checkpoints.save(self._trainer, self.version, extra, score)
         self._checkpointed = self.version
 
-    def save_now(self) -> None:
+    async def save_now(self) -> None:
         """A checkpoint of the current version, on the disk when this returns."""
-        self.save()
-        self._checkpoints.wait()
+        await self.save()
+        await self._until_written()
 
-    def _save_and_wait(self) -> None:
-        self.save()
-        self._checkpoints.close()
+    async def _save_and_close(self) -> None:
+        try:
+            await self.save_now()
+        finally:
+            self._checkpoints.close()
+
+    async def _until_written(self) -> None:
+        """A slow disk may take longer than a silence may last, so signs of life go on."""
+        while not self._checkpoints.is_over():
+            self._sign()
+            await asyncio.sleep(WRITTEN_S)
+        self._checkpoints.wait()
 
     def _order(self, order: Order) -> None:
         """Tell the other ranks what comes next."""

@@ -1,7 +1,9 @@
 """Checkpoints: exact resumption, and nothing half written."""
 
+import time
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,30 @@ def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(
     assert all(
         torch.equal(p, q) for p, q in zip(resumed.parameters, trainer.parameters, strict=True)
     )
+
+
+def test_a_write_is_over_when_it_has_ended_or_its_time_has(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = Event()
+
+    def slow(*_: Any, **__: Any) -> None:
+        goes_on.wait(60)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", slow)
+    trainer = Trainer(load_model(base), CONFIG)
+    checkpoints = Checkpoints(base.parent / "checkpoints", base, trainer.world)
+    assert checkpoints.is_over()
+    checkpoints.save(trainer, 1)
+    assert not checkpoints.is_over()
+    now = time.monotonic()
+    late = SimpleNamespace(monotonic=lambda: now + trainer.world.timeout_s)
+    monkeypatch.setattr(checkpoint, "time", late)
+    assert checkpoints.is_over()
+    with pytest.raises(CheckpointError, match="was not written within 600 s; is the disk slow"):
+        checkpoints.wait()
+    goes_on.set()
+    checkpoints.close()
 
 
 def test_a_disk_that_fails_is_told_at_the_next_call(

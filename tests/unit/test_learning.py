@@ -110,8 +110,9 @@ def failing_rank(rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -
     process: Any = object.__new__(LearnerProcess)
     process._world = SimpleNamespace(rank=rank, close=lambda: None)
     process._follow = process._join = AsyncMock(side_effect=error)
-    for name in ("_connect", "_save_and_wait", "_order"):
+    for name in ("_connect", "_order"):
         setattr(process, name, MagicMock())
+    process._save_and_close = AsyncMock()
     for name in ("_board", "_replay", "_policies"):
         setattr(process, name, AsyncMock())
     process._metering = AsyncMock(finish_s=4.5)
@@ -139,3 +140,27 @@ async def test_a_stop_is_no_error_and_may_take_its_time(
     with pytest.raises(LearnerStopped):
         await process.run()
     assert deadlines == []
+
+
+async def test_a_learner_lives_while_a_slow_disk_takes_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It would else be killed for its silence, and train from the checkpoint before again."""
+    monkeypatch.setattr(learning, "WRITTEN_S", 0.0)
+    process: Any = object.__new__(LearnerProcess)
+    happened: list[str] = []
+    looks = iter([True, False, False, True])
+    process._checkpoints = SimpleNamespace(
+        is_over=lambda: next(looks),
+        wait=lambda: happened.append("wait"),
+        save=lambda *_: happened.append("save"),
+        close=lambda: happened.append("close"),
+    )
+    process._steps = SimpleNamespace(take_score=lambda: 0.5, max_staleness_seen=1)
+    process._trainer, process.version, process._checkpointed = None, PolicyVersion(7), 3
+    process._order = lambda order: happened.append(type(order).__name__)
+    process._heartbeat = SimpleNamespace(beat=lambda: happened.append("beat"))
+    process._world = SimpleNamespace(size=2)
+    await process._save_and_close()
+    sign = ["beat", "Idle"]
+    assert happened == ["wait", "Save", "save", *sign, *sign, "wait", "close"]

@@ -129,7 +129,7 @@ class FakeLearning:
         self.done: list[str] = []
         self.error: Exception | None = None
 
-    def save_now(self) -> None:
+    async def save_now(self) -> None:
         self.done.append("save")
 
     async def publish(self) -> None:
