@@ -172,11 +172,14 @@ def test_an_axis_of_learning_rates_needs_no_scan(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "name",
-    ["sweep-a", "sweep-a-rate", "sweep-a-64", "sweep-b", "sweep-b-reuse", "sweep-c", "sweep-lags"],
+    [
+        *("sweep-a", "sweep-a-rate", "sweep-a-clip", "sweep-a-64", "sweep-b", "sweep-b-reuse"),
+        *("sweep-c", "sweep-c-live", "sweep-lags"),
+    ],
 )
 def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     file = CONFIGS / f"{name}.toml"
-    if name == "sweep-c":
+    if name.startswith("sweep-c"):
         # Its model is the user's.
         text = (CONFIGS / "sweep-c-base.toml").read_text()
         base = re.sub('models/SmolLM2-135M-Instruct[^"]*', "bundled", text)
@@ -188,7 +191,9 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
     expected = {
         "sweep-a": (240, 30),
         "sweep-a-rate": (78, 0),
+        "sweep-a-clip": (54, 0),
         "sweep-a-64": (64, 0),
+        "sweep-c-live": (2, 0),
         "sweep-b": (120, 3),
         "sweep-b-reuse": (24, 6),
         "sweep-c": (16, 8),
