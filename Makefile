@@ -31,7 +31,7 @@ test: setup lint types  ## Check everything, vLLM and Ray included; what CI runs
 	@# The rehearsal of the chart needs Helm, too.
 	$(BIN)/python tests/helm/tools.py
 	$(MAKE) sbom
-	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/parity --ignore=tests/helm --ignore=tests/browser
+	$(BIN)/python -m pytest -m "not gpu" --durations=30 --ignore=tests/parity --ignore=tests/helm --ignore=tests/browser
 	$(MAKE) helm-test
 	$(MAKE) browser
 	@# Last, and by itself: on a fresh clone the rest has run without verl and TRL in reach.
