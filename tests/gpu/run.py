@@ -54,7 +54,7 @@ STAGES = (
             *PYTEST,
             *(str(TESTS / f"test_{name}_gpu.py") for name in ("exposed_memory", "publish")),
         ),
-        300,
+        200,
         2,
     ),
     # A run that ended there is not played again: the two fit into two calls.
@@ -64,7 +64,7 @@ STAGES = (
         480,
         2,
     ),
-    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 540, 2),
+    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 480, 2),
     Stage("engine", (*LEEWAY, "bench", "engine", "--json"), 420),
     Stage("decode", (*LEEWAY, "bench", "decode", "--json"), 120),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),
