@@ -45,6 +45,10 @@ class GraphStep:
 
     def __call__(self, feeds: Sequence[Feed], temperatures: Sequence[float]) -> list[Sampled]:
         """Next BURST tokens of each row and their log-probs."""
+        with self._decoder.current():
+            return self._burst(feeds, temperatures)
+
+    def _burst(self, feeds: Sequence[Feed], temperatures: Sequence[float]) -> list[Sampled]:
         num_rows = self._num_rows(len(feeds))
         if num_rows not in self._graphs:
             self._graphs[num_rows] = self._capture(num_rows)

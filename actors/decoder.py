@@ -17,6 +17,7 @@ positions, `L` positions read, `H` hidden width, `Q` query heads, `K` key/value 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -156,7 +157,7 @@ class Decoder:
                 state_4B[2] = self.last_position
                 uniform_BV = torch.zeros(num_rows, self.vocab_size, device=self.device)
                 out_2B = torch.zeros(2, num_rows, dtype=torch.float64, device=self.device)
-                with torch.inference_mode():
+                with torch.inference_mode(), self.current():
                     self.static_step(state_4B, uniform_BV, out_2B)
         except (ImportError, RuntimeError) as error:
             if isinstance(error, ImportError) or "compiler" in str(error).lower():
@@ -165,6 +166,11 @@ class Decoder:
                     'triton, gcc and the headers of Python, or set policy.backend = "vllm"'
                 ) from error
             raise
+
+    def current(self) -> AbstractContextManager[None]:
+        """Its GPU, if it is on one, is the calling thread's meanwhile: kernels start on that one,
+        wherever the tensors are that they are given."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @property
     def last_position(self) -> int:
@@ -185,7 +191,8 @@ class Decoder:
         """Logits [B, V] behind the last new token of each row; its keys and values are kept."""
         sent = _send(feeds, self.device)
         if self.uses_kernels:
-            return self._by_kernels(*sent)
+            with self.current():
+                return self._by_kernels(*sent)
         id_N, slot_N, position_N, end_B = sent
         places = self._places(slot_N, position_N)
         x_NH = F.embedding(id_N, self._embedding_VH)
@@ -203,7 +210,7 @@ class Decoder:
         return F.linear(x_BH, *self._head)
 
     def static_step(self, state_4B: Tensor, uniform_BV: Tensor, out_2B: Tensor) -> None:
-        """One more token of every row, on the device alone.
+        """One more token of every row, on the device alone, which is current.
 
         `state_4B` holds token, slot, position and temperature (0 or 1) of each row. Token and
         position are replaced by the sampled token and the next position; `out_2B` receives the

@@ -25,14 +25,18 @@ MODEL = bundled_dir() / "model"
 ATOL = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
-def build(dtype: torch.dtype, max_num_seqs: int) -> tuple[TorchPolicy, Any, Tokens]:
+def build(
+    dtype: torch.dtype, max_num_seqs: int, device: str = "cuda:0"
+) -> tuple[TorchPolicy, Any, Tokens]:
+    """Its weights on `device`, and the same module on the current GPU."""
     from transformers import AutoModelForCausalLM
 
     def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).cuda().eval()
+        return AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
 
     tokens, config = Tokens.load(MODEL), PolicyConfig(backend="torch", max_num_seqs=max_num_seqs)
-    return TorchPolicy(load(), tokens, config, seed=0, version=PolicyVersion(0)), load(), tokens
+    policy = TorchPolicy(load().to(device), tokens, config, seed=0, version=PolicyVersion(0))
+    return policy, load().cuda(), tokens
 
 
 async def complete(
@@ -73,6 +77,20 @@ async def test_graphs_give_the_log_probs_of_transformers(dtype: torch.dtype, num
         expected = logprobs(model, prompt, completion.token_ids)
         error = (torch.tensor(completion.logprobs) - expected).abs().max().item()
         assert error < ATOL[dtype]
+    await policy.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+async def test_on_a_gpu_that_is_not_the_current_one_it_gives_the_same_log_probs():
+    policy, model, tokens = build(torch.float32, 16, "cuda:1")
+    for num_rows in (1, 12):  # prompts, graphs of 8 rows and of 16
+        wanted = prompts(tokens, num_rows)
+        done = await asyncio.gather(*(complete(policy, prompt, 40) for prompt in wanted))
+        for prompt, completion in zip(wanted, done, strict=True):
+            expected = logprobs(model, prompt, completion.token_ids)
+            error = (torch.tensor(completion.logprobs) - expected).abs().max().item()
+            assert error < ATOL[torch.float32]
+    assert torch.cuda.current_device() == 0
     await policy.close()
 
 
