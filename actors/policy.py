@@ -43,6 +43,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Policy version that sampled each token."""
     finish: Literal["stop", "length"]
     """`stop`: a stop string or the end-of-sequence token; `length`: max_tokens or full context."""
+    num_cached: int = 0
+    """Tokens of the prompt whose keys and values stood already; the others were computed."""
 
 
 class Policy(Protocol):

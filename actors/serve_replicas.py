@@ -119,6 +119,8 @@ class PolicyServer:
             self._board, self._policy, self.engine_id, os.uname().nodename
         )
         self._num_tokens = 0
+        self._num_prompt_tokens = 0
+        self._num_cached = 0
         self._num_requests = 0
         self._clock = BusyClock()
         self._run_board = RunBoard(spec.redis_url, spec.run)
@@ -161,6 +163,8 @@ class PolicyServer:
             self._clock.end()
         self._num_requests += 1
         self._num_tokens += len(completion.token_ids)
+        self._num_prompt_tokens += len(request.prompt_ids)
+        self._num_cached += completion.num_cached
         return completion
 
     async def version(self) -> PolicyVersion:
@@ -181,6 +185,8 @@ class PolicyServer:
                     "version": await self._policy.version(),
                     "tokens_per_s": (after - before) / (now - began),
                     "num_tokens": self._num_tokens,
+                    "num_prompt_tokens": self._num_prompt_tokens,
+                    "num_cached_tokens": self._num_cached,
                     "num_requests": self._num_requests,
                     "num_in_flight": self._clock.num_under_way,
                     "busy_s": self._clock.busy_s,

@@ -68,6 +68,7 @@ class _Row:
     place: tuple[int, int] = (0, 0)
     """Among those that wait: its priority, and how many came before."""
     slot: int | None = None
+    num_cached: int = 0
     begun_at: PolicyVersion | None = None
     """Version of the first keys and values in the slot."""
     token_ids: list[int] = field(default_factory=list)
@@ -99,6 +100,7 @@ class _Row:
                 logprobs=self.logprobs,
                 versions=self.versions,
                 finish="stop" if finish == "stop" else "length",
+                num_cached=self.num_cached,
             )
         )
 
@@ -390,7 +392,8 @@ class TorchPolicy:
         self._rows.append(row)
         if prefix is not None and prefix.slot != row.slot:
             self._decoder.copy(prefix.slot, row.slot, prefix.num_tokens)
-        return row.prompt_feed(prefix.num_tokens if prefix is not None else 0)
+        row.num_cached = prefix.num_tokens if prefix is not None else 0
+        return row.prompt_feed(row.num_cached)
 
     def _sample(
         self, step: EagerStep | GraphStep, rows: Sequence[_Row], feeds: Sequence[Feed]

@@ -186,7 +186,7 @@ class VllmPolicy:
         The salt keeps prefixes of other versions from being reused.
         """
         prompt: Any = {"prompt_token_ids": request.prompt_ids, "cache_salt": salt}
-        final = None
+        last = None
         # vLLM forgets an id only after its last output; a retry must not collide with it.
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
         self._sent[request_id] = True
@@ -194,7 +194,7 @@ class VllmPolicy:
             async for output in self._engine.generate(
                 prompt, params, request_id, priority=request.priority
             ):
-                final = output.outputs[0]
+                last = output
         except (asyncio.CancelledError, GeneratorExit):
             self._forget(request_id)
             raise
@@ -206,7 +206,7 @@ class VllmPolicy:
         if not wanted:
             self._forget(request_id)
             return None
-        return self._completion(request_id, final)
+        return self._completion(request_id, last)
 
     async def _take_back_waiting(self) -> None:
         """Take back the requests that have no token yet; they are sent again with the new salt.
@@ -223,19 +223,21 @@ class VllmPolicy:
         self._logprobs.forget(request_id)
         self._versions.forget(request_id)
 
-    def _completion(self, request_id: str, final: Any) -> Completion:
+    def _completion(self, request_id: str, last: Any) -> Completion:
         if self._broken is not None:
             self._forget(request_id)
             raise EngineError(f"request {request_id}: {self._broken}")
-        if final is None or not final.token_ids:
+        if last is None or not last.outputs[0].token_ids:
             self._forget(request_id)
             raise EngineError(f"request {request_id}: the engine ended it without tokens")
+        final = last.outputs[0]
         token_ids = list(final.token_ids)
         return Completion(
             token_ids=token_ids,
             logprobs=self._logprobs.of(request_id, len(token_ids)),
             versions=self._versions.of(request_id, final)[: len(token_ids)],
             finish="stop" if final.finish_reason == "stop" else "length",
+            num_cached=last.num_cached_tokens or 0,
         )
 
     async def _single_token_stops(self, stop: tuple[str, ...]) -> list[int]:

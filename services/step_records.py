@@ -94,6 +94,8 @@ class StepRecords:
         numbers = {
             "engine_busy_s": sum(engine.get("busy_s", 0.0) for engine in engines),
             "engine_up_s": sum(engine.get("up_s", 0.0) for engine in engines),
+            "engine_prompt_tokens": sum(engine.get("num_prompt_tokens", 0) for engine in engines),
+            "engine_cached_tokens": sum(engine.get("num_cached_tokens", 0) for engine in engines),
             "num_ready": stats.num_ready,
             "num_slots": stats.num_slots,
             "num_leased": stats.num_leased,

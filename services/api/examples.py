@@ -227,6 +227,8 @@ EXAMPLES: Final[dict[str, Any]] = {
                 "transfer_ms": 85.0,
                 "tokens_per_s": 3000.0,
                 "num_tokens": 61_000,
+                "num_prompt_tokens": 205_000,
+                "num_cached_tokens": 148_000,
                 "num_requests": 2140,
                 "num_in_flight": 11,
             }

@@ -107,6 +107,11 @@ class EngineDetail(Answer):
     transfer_ms: float | None
     tokens_per_s: float | None
     num_tokens: int | None
+    """Sampled since it started."""
+    num_prompt_tokens: int | None
+    """Of the prompts that it was sent."""
+    num_cached_tokens: int | None
+    """Of these, those whose keys and values stood already, under the same version."""
     num_requests: int | None
     num_in_flight: int | None
     """Requests with it now."""

@@ -124,6 +124,18 @@ ENGINES = (
         "engine",
     ),
     counter(
+        "leeway_engine_prompt_tokens_total",
+        "Tokens of prompts since the engine started",
+        each("policy", lambda e: e.get("num_prompt_tokens")),
+        "engine",
+    ),
+    counter(
+        "leeway_engine_cached_prompt_tokens_total",
+        "Of these, tokens whose keys and values stood already, under the same version",
+        each("policy", lambda e: e.get("num_cached_tokens")),
+        "engine",
+    ),
+    counter(
         "leeway_engine_requests_total",
         "Turns answered since the engine started",
         each("policy", lambda e: e.get("num_requests")),

@@ -77,6 +77,9 @@ class Course:
     train_s: float
     publish_s: float
     engine_busy: float
+    reused: float
+    """Share of the tokens of all prompts whose keys and values stood already. Those of another
+    version are computed anew."""
     staleness: float
     """Mean over the steps of the mean age of what they trained, in versions."""
     folder: Path
@@ -132,6 +135,7 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
         "training",
         "publishing",
         "engine busy",
+        "prompts reused",
         "staleness",
         "timeline",
     )
@@ -149,6 +153,7 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
             **keys,
             "synchronous_learner_idle": lockstep.idle,
             "synchronous_engine_busy": lockstep.engine_busy,
+            "synchronous_prompts_reused": lockstep.reused,
         },
     )
 
@@ -158,6 +163,7 @@ def _keys(course: Course) -> dict[str, float | int | str]:
         "learner_idle": course.idle,
         "learner_blocked": course.blocked_s / course.wall_s,
         "engine_busy": course.engine_busy,
+        "prompts_reused": course.reused,
         "tokens_per_s": course.tokens_per_s,
         "backlog": course.backlog,
         "staleness": course.staleness,
@@ -242,7 +248,9 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
     def total(name: str) -> float:
         return sum(line[name] for line in rest)
 
-    up_s = rest[-1]["engine_up_s"] - start["engine_up_s"]
+    def grown(name: str) -> float:
+        return rest[-1][name] - start[name]
+
     return Course(
         num_tokens=int(total("num_tokens_trained")),
         backlog=max(0, start["num_ready"] - rest[-1]["num_ready"]) / total("num_groups"),
@@ -251,7 +259,8 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
         blocked_s=sum(line.get("wait_s/blocked", 0.0) for line in rest),
         train_s=total("seconds"),
         publish_s=total("publish_s") + total("confirm_s"),
-        engine_busy=(rest[-1]["engine_busy_s"] - start["engine_busy_s"]) / up_s,
+        engine_busy=grown("engine_busy_s") / grown("engine_up_s"),
+        reused=grown("engine_cached_tokens") / max(1, grown("engine_prompt_tokens")),
         staleness=total("staleness_mean") / len(rest),
         folder=directory,
     )
@@ -265,6 +274,7 @@ def _row(name: str, course: Course) -> tuple[str, ...]:
         f"{100 * course.backlog:.1f} %",
         *(f"{100 * share / course.wall_s:.1f} %" for share in shares),
         f"{100 * course.engine_busy:.1f} %",
+        f"{100 * course.reused:.1f} %",
         f"{course.staleness:.2f}",
         str(course.folder / "timeline.json"),
     )

@@ -130,10 +130,13 @@ async def test_cached_prefix_of_older_weights_is_not_reused(receiver):
     ids = prompt(receiver, "Sir William Schwenck Gilbert was an English dramatist. " * 6)
     assert len(ids) > 256
     await receiver.publish(a.weights())
-    for _ in range(2):
-        assert gap(a, ids, await receiver.complete(ids, 1)) < TOLERANCE
+    first, second = [await receiver.complete(ids, 1) for _ in range(2)]
+    assert gap(a, ids, first) < TOLERANCE
+    assert gap(a, ids, second) < TOLERANCE
+    assert (first.num_cached, second.num_cached >= 128) == (0, True)
     await receiver.publish(b.weights())
     completion = await receiver.complete(ids, 1)
+    assert completion.num_cached == 0
     assert gap(b, ids, completion) < TOLERANCE
     assert gap(a, ids, completion) > 0.1, "the two models must be told apart by this token"
 

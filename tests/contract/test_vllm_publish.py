@@ -105,7 +105,9 @@ async def test_log_probs_come_behind_the_tokens_and_vllm_sends_none_of_its_own(
     ends: list[Any] = []
     complete = policy._completion
     monkeypatch.setattr(
-        policy, "_completion", lambda name, end: (ends.append(end), complete(name, end))[1]
+        policy,
+        "_completion",
+        lambda name, last: (ends.append(last.outputs[0]), complete(name, last))[1],
     )
     completion = await vllm_receiver.complete(prompt(vllm_receiver), 16)
     [end] = ends
@@ -299,7 +301,7 @@ async def test_commit_that_fails_breaks_the_engine_and_ends_the_pause(tmp_path, 
     with pytest.raises(EngineError, match="version 4 was not taken into use: out of memory"):
         await policy.check()
     request = CompletionRequest(request_id="r", prompt_ids=[1], max_tokens=2)
-    final = type("Output", (), {"logprobs": [], "token_ids": []})()
+    final = type("Output", (), {"outputs": []})()
     with pytest.raises(EngineError, match="out of memory"):
         policy._completion(request.request_id, final)
 

@@ -24,6 +24,8 @@ def line(step: int, num_ready: int) -> dict[str, float]:
         "confirm_s": 0.5,
         "engine_up_s": 10.0 * step,
         "engine_busy_s": 9.0 * step,
+        "engine_prompt_tokens": 500 * step,
+        "engine_cached_tokens": 300 * step,
         "staleness_mean": step / 2,
     }
 
@@ -42,6 +44,7 @@ def test_groups_that_lay_ready_before_do_not_count(
     assert (course.num_tokens, course.wall_s) == (2000, 20.0)
     assert (course.backlog, course.tokens_per_s) == (backlog, tokens_per_s)
     assert (course.idle, course.engine_busy, course.staleness) == (0.1, 0.9, 1.75)
+    assert course.reused == 0.6
     third = course_of(tmp_path, 2, 3)
     assert (third.num_tokens, third.wall_s, third.staleness) == (1000, 10.0, 1.5)
 

@@ -136,6 +136,8 @@ def sections() -> dict[str, dict[str, Any]]:
             "pause_ms": 12.0,
             "transfer_ms": 300.0,
             "num_tokens": 3000,
+            "num_prompt_tokens": 9000,
+            "num_cached_tokens": 7000,
             "num_requests": 50,
             "num_in_flight": 4,
             "updated_at": NOW,

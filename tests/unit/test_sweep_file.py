@@ -173,8 +173,8 @@ def test_an_axis_of_learning_rates_needs_no_scan(tmp_path: Path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("sweep-a", "sweep-a-rate", "sweep-a-clip", "sweep-a-64", "sweep-b", "sweep-b-reuse"),
-        *("sweep-c", "sweep-c-live", "sweep-lags"),
+        *("sweep-a", "sweep-a-rate", "sweep-a-clip", "sweep-a-mean", "sweep-a-ctn", "sweep-a-64"),
+        *("sweep-b", "sweep-b-reuse", "sweep-c", "sweep-c-live", "sweep-lags"),
     ],
 )
 def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
@@ -192,6 +192,8 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
         "sweep-a": (240, 30),
         "sweep-a-rate": (78, 0),
         "sweep-a-clip": (54, 0),
+        "sweep-a-mean": (45, 0),
+        "sweep-a-ctn": (30, 0),
         "sweep-a-64": (64, 0),
         "sweep-c-live": (2, 0),
         "sweep-b": (120, 3),

@@ -166,6 +166,8 @@ def _engine(name: str, section: Section, newest: int) -> resources.EngineDetail:
                 "transfer_ms",
                 "tokens_per_s",
                 "num_tokens",
+                "num_prompt_tokens",
+                "num_cached_tokens",
                 "num_requests",
                 "num_in_flight",
             )
