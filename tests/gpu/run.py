@@ -6,6 +6,7 @@
 A machine with GPUs is often lent for minutes at a time, without a package index. So each stage has
 a limit of its own, what it prints lies in the folder at once, a stage is begun only if the time
 left is at least what it takes, and stages that ended well before (in the same folder) are left out.
+Beside a run of the pipeline watch.py looks on; what the run says of itself is in records.tar.gz.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +29,8 @@ TESTS = Path(__file__).parent
 LEEWAY = (sys.executable, "-m", "leeway.services.cli")
 PIPELINE = str(Path(tempfile.gettempdir(), "leeway-pipeline"))
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--import-mode=importlib")
+RECORDS = ("**/runs/*/*.json*", "**/runs/*/logs/*", "**/bench.log")
+"""Of a run directory: steps, publishes, timeline, logs. Checkpoints and the buffer are large."""
 ON_THE_SECOND = "test_on_a_gpu_that_is_not_the_current_one_it_gives_the_same_log_probs"
 OUTCOME = ("FAILED ", "ERROR ", "E   ")
 """How lines of pytest begin that say what went wrong. Libraries write pages behind them."""
@@ -38,6 +44,8 @@ class Stage:
     command: tuple[str, ...]
     limit_s: int
     num_gpus: int = 1
+    runs: str | None = None
+    """Run directories lie below it."""
 
 
 STAGES = (
@@ -67,8 +75,11 @@ STAGES = (
         (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--half", "asynchronous", "--json"),
         480,
         2,
+        PIPELINE,
     ),
-    Stage("pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 480, 2),
+    Stage(
+        "pipeline", (*LEEWAY, "bench", "pipeline", "--out", PIPELINE, "--json"), 480, 2, PIPELINE
+    ),
     Stage("engine", (*LEEWAY, "bench", "engine", "--json"), 420),
     Stage("decode", (*LEEWAY, "bench", "decode", "--json"), 120),
     Stage("ctn", (*LEEWAY, "bench", "ctn", "--json"), 240),
@@ -125,7 +136,8 @@ def _tried(stage: Stage, folder: Path, deadline: float) -> tuple[str, float, str
         return "no time left", 0.0, ""
     print(f"{time.strftime('%X')} {stage.name}: {' '.join(stage.command)}", flush=True)
     began = time.monotonic()
-    code = _run(stage, log)
+    with _looked_on(stage, folder):
+        code = _run(stage, log)
     seconds = time.monotonic() - began
     lines = log.read_text(errors="replace").strip().splitlines() or [""]
     if code is None:
@@ -143,6 +155,25 @@ def _tried(stage: Stage, folder: Path, deadline: float) -> tuple[str, float, str
     beside.write_text(json.dumps({"seconds": seconds, "last": lines[-1]}))
     beside.replace(record)
     return "passed", seconds, lines[-1]
+
+
+@contextmanager
+def _looked_on(stage: Stage, folder: Path) -> Generator[None]:
+    """watch.py beside it, and at the end what its runs wrote down, if it has any."""
+    if stage.runs is None:
+        yield
+        return
+    command = [sys.executable, str(TESTS / "watch.py"), stage.runs]
+    watch = subprocess.Popen([*command, "--out", str(folder / f"{stage.name}-watch")])
+    try:
+        yield
+    finally:
+        watch.terminate()
+        watch.wait()
+        with tarfile.open(folder / "records.tar.gz", "w:gz") as packed:
+            for file in (f for pattern in RECORDS for f in Path(stage.runs).glob(pattern)):
+                if file.name != "api-tokens.json":
+                    packed.add(file, arcname=str(file.relative_to(stage.runs)))
 
 
 def _run(stage: Stage, log: Path) -> int | None:
