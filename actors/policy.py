@@ -45,6 +45,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """`stop`: a stop string or the end-of-sequence token; `length`: max_tokens or full context."""
     num_cached: int = 0
     """Tokens of the prompt whose keys and values stood already; the others were computed."""
+    num_discarded: int = 0
+    """Tokens sampled for this turn and thrown away, because weights changed about its first one."""
 
 
 class Policy(Protocol):

@@ -121,6 +121,7 @@ class PolicyServer:
         self._num_tokens = 0
         self._num_prompt_tokens = 0
         self._num_cached = 0
+        self._num_discarded = 0
         self._num_requests = 0
         self._clock = BusyClock()
         self._run_board = RunBoard(spec.redis_url, spec.run)
@@ -165,6 +166,7 @@ class PolicyServer:
         self._num_tokens += len(completion.token_ids)
         self._num_prompt_tokens += len(request.prompt_ids)
         self._num_cached += completion.num_cached
+        self._num_discarded += completion.num_discarded
         return completion
 
     async def version(self) -> PolicyVersion:
@@ -187,6 +189,7 @@ class PolicyServer:
                     "num_tokens": self._num_tokens,
                     "num_prompt_tokens": self._num_prompt_tokens,
                     "num_cached_tokens": self._num_cached,
+                    "num_discarded_tokens": self._num_discarded,
                     "num_requests": self._num_requests,
                     "num_in_flight": self._clock.num_under_way,
                     "busy_s": self._clock.busy_s,

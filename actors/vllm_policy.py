@@ -162,26 +162,29 @@ class VllmPolicy:
         max_tokens = min(request.max_tokens, self._max_model_len - len(request.prompt_ids))
         stop_ids = await self._single_token_stops(request.stop)
         params = sampling_params(max_tokens, request.stop, stop_ids, request.temperature)
-        num_samples = 0
+        num_samples = num_discarded = 0
         while True:
             # A request sent during the pause would carry the old salt.
             await self._unpaused.wait()
             started_for = self._version
             salt = f"v{started_for}-{self._num_commits}"
-            completion = await self._sample(request, params, salt)
+            completion, num_tokens = await self._sample(request, params, salt)
             if completion is None:
+                num_discarded += num_tokens
                 continue
             num_samples += 1
             if completion.versions[0] == started_for or num_samples == MAX_SAMPLES:
-                return completion
+                return msgspec.structs.replace(completion, num_discarded=num_discarded)
+            num_discarded += num_tokens
             # Its first token came after a change of weights: it may have read a prefix that was
             # cached under the older ones. Which requests do depends on time alone, so sampling it
             # again biases nothing.
 
     async def _sample(
         self, request: CompletionRequest, params: SamplingParams, salt: str
-    ) -> Completion | None:
-        """One pass of the engine; None if weights changed before its first token.
+    ) -> tuple[Completion | None, int]:
+        """One pass of the engine, and how many tokens it sampled; None if weights changed before
+        the first.
 
         The salt keeps prefixes of other versions from being reused.
         """
@@ -205,8 +208,9 @@ class VllmPolicy:
             wanted = self._sent.pop(request_id)
         if not wanted:
             self._forget(request_id)
-            return None
-        return self._completion(request_id, last)
+            return None, 0 if last is None else len(last.outputs[0].token_ids)
+        completion = self._completion(request_id, last)
+        return completion, len(completion.token_ids)
 
     async def _take_back_waiting(self) -> None:
         """Take back the requests that have no token yet; they are sent again with the new salt.

@@ -23,6 +23,11 @@ from leeway.services.snapshot import build_snapshot
 
 RECENT_STEPS: Final = 10
 """Steps over which the share of waiting is reported."""
+COUNTED: Final = (
+    *("busy_s", "up_s", "num_tokens", "num_discarded_tokens"),
+    *("num_prompt_tokens", "num_cached_tokens"),
+)
+"""Of an engine: what grows since its start. A step's line has the sums over all engines."""
 
 
 class StepRecords:
@@ -91,11 +96,9 @@ class StepRecords:
         sections = await self._board.get_all()
         snapshot = build_snapshot(sections, stats)
         engines = [s for name, s in sections.items() if name.startswith("policy:")]
+        counted = {name: sum(engine.get(name, 0) for engine in engines) for name in COUNTED}
         numbers = {
-            "engine_busy_s": sum(engine.get("busy_s", 0.0) for engine in engines),
-            "engine_up_s": sum(engine.get("up_s", 0.0) for engine in engines),
-            "engine_prompt_tokens": sum(engine.get("num_prompt_tokens", 0) for engine in engines),
-            "engine_cached_tokens": sum(engine.get("num_cached_tokens", 0) for engine in engines),
+            **{f"engine_{name.removeprefix('num_')}": total for name, total in counted.items()},
             "num_ready": stats.num_ready,
             "num_slots": stats.num_slots,
             "num_leased": stats.num_leased,

@@ -229,6 +229,7 @@ EXAMPLES: Final[dict[str, Any]] = {
                 "num_tokens": 61_000,
                 "num_prompt_tokens": 205_000,
                 "num_cached_tokens": 148_000,
+                "num_discarded_tokens": 0,
                 "num_requests": 2140,
                 "num_in_flight": 11,
             }

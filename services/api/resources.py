@@ -112,6 +112,8 @@ class EngineDetail(Answer):
     """Of the prompts that it was sent."""
     num_cached_tokens: int | None
     """Of these, those whose keys and values stood already, under the same version."""
+    num_discarded_tokens: int | None
+    """Sampled and thrown away, because weights changed about a turn's first token."""
     num_requests: int | None
     num_in_flight: int | None
     """Requests with it now."""

@@ -136,6 +136,12 @@ ENGINES = (
         "engine",
     ),
     counter(
+        "leeway_engine_discarded_tokens_total",
+        "Tokens sampled and thrown away because weights changed about a turn's first one",
+        each("policy", lambda e: e.get("num_discarded_tokens")),
+        "engine",
+    ),
+    counter(
         "leeway_engine_requests_total",
         "Turns answered since the engine started",
         each("policy", lambda e: e.get("num_requests")),

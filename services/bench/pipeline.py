@@ -80,6 +80,9 @@ class Course:
     reused: float
     """Share of the tokens of all prompts whose keys and values stood already. Those of another
     version are computed anew."""
+    discarded: float
+    """Share of the sampled tokens that were thrown away, because weights changed about a turn's
+    first one."""
     staleness: float
     """Mean over the steps of the mean age of what they trained, in versions."""
     folder: Path
@@ -136,6 +139,7 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
         "publishing",
         "engine busy",
         "prompts reused",
+        "thrown away",
         "staleness",
         "timeline",
     )
@@ -164,6 +168,7 @@ def _keys(course: Course) -> dict[str, float | int | str]:
         "learner_blocked": course.blocked_s / course.wall_s,
         "engine_busy": course.engine_busy,
         "prompts_reused": course.reused,
+        "discarded": course.discarded,
         "tokens_per_s": course.tokens_per_s,
         "backlog": course.backlog,
         "staleness": course.staleness,
@@ -251,6 +256,7 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
     def grown(name: str) -> float:
         return rest[-1][name] - start[name]
 
+    discarded = grown("engine_discarded_tokens")
     return Course(
         num_tokens=int(total("num_tokens_trained")),
         backlog=max(0, start["num_ready"] - rest[-1]["num_ready"]) / total("num_groups"),
@@ -261,6 +267,7 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
         publish_s=total("publish_s") + total("confirm_s"),
         engine_busy=grown("engine_busy_s") / grown("engine_up_s"),
         reused=grown("engine_cached_tokens") / max(1, grown("engine_prompt_tokens")),
+        discarded=discarded / max(1, discarded + grown("engine_tokens")),
         staleness=total("staleness_mean") / len(rest),
         folder=directory,
     )
@@ -275,6 +282,7 @@ def _row(name: str, course: Course) -> tuple[str, ...]:
         *(f"{100 * share / course.wall_s:.1f} %" for share in shares),
         f"{100 * course.engine_busy:.1f} %",
         f"{100 * course.reused:.1f} %",
+        f"{100 * course.discarded:.1f} %",
         f"{course.staleness:.2f}",
         str(course.folder / "timeline.json"),
     )

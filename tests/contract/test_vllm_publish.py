@@ -15,7 +15,7 @@ import torch
 
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
-from leeway.actors.policy import CompletionRequest
+from leeway.actors.policy import Completion, CompletionRequest
 from leeway.actors.side_channel import SideChannel
 from leeway.actors.weight_receiver import Delivery
 from leeway.replay.errors import ChecksumMismatch, TransferError
@@ -167,7 +167,8 @@ async def test_requests_without_a_token_are_sent_again_when_weights_change_and_n
     for completion in await asyncio.gather(*waiting):
         assert len(set(completion.versions)) == 1
         assert gap(b, ids, completion) < TOLERANCE
-    assert passes.count(None) == 8
+        assert completion.num_discarded == 0
+    assert passes.count((None, 0)) == 8
     assert len(passes) == num_rows + 16, "a turn was sampled whole and thrown away"
     assert not policy._sent
     assert not policy._logprobs._bits
@@ -304,6 +305,22 @@ async def test_commit_that_fails_breaks_the_engine_and_ends_the_pause(tmp_path, 
     final = type("Output", (), {"outputs": []})()
     with pytest.raises(EngineError, match="out of memory"):
         policy._completion(request.request_id, final)
+
+
+async def test_tokens_that_were_sampled_in_vain_are_counted(tmp_path, monkeypatch):
+    policy, _ = build(tmp_path, "always")
+    held = int(await policy.version())
+    # Taken back with 3 tokens; begun under another version than asked for, with 2; then right.
+    completions = [
+        Completion(token_ids=[5, 6], logprobs=[-1.0, -1.0], versions=[v, v], finish="stop")
+        for v in (held - 1, held)
+    ]
+    passes = [(None, 3), *((completion, 2) for completion in completions)]
+    monkeypatch.setattr(policy, "_sample", AsyncMock(side_effect=passes))
+    monkeypatch.setattr(policy, "_single_token_stops", AsyncMock(return_value=[]))
+    request = CompletionRequest(request_id="r", prompt_ids=[1], max_tokens=2)
+    completion = await policy.complete(request)
+    assert (completion.versions, completion.num_discarded) == ([held, held], 5)
 
 
 # --- whether a version is staged ----------------------------------------------------------------

@@ -26,6 +26,8 @@ def line(step: int, num_ready: int) -> dict[str, float]:
         "engine_busy_s": 9.0 * step,
         "engine_prompt_tokens": 500 * step,
         "engine_cached_tokens": 300 * step,
+        "engine_tokens": 90 * step,
+        "engine_discarded_tokens": 10 * step,
         "staleness_mean": step / 2,
     }
 
@@ -44,7 +46,7 @@ def test_groups_that_lay_ready_before_do_not_count(
     assert (course.num_tokens, course.wall_s) == (2000, 20.0)
     assert (course.backlog, course.tokens_per_s) == (backlog, tokens_per_s)
     assert (course.idle, course.engine_busy, course.staleness) == (0.1, 0.9, 1.75)
-    assert course.reused == 0.6
+    assert (course.reused, course.discarded) == (0.6, 0.1)
     third = course_of(tmp_path, 2, 3)
     assert (third.num_tokens, third.wall_s, third.staleness) == (1000, 10.0, 1.5)
 

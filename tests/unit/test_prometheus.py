@@ -138,6 +138,7 @@ def sections() -> dict[str, dict[str, Any]]:
             "num_tokens": 3000,
             "num_prompt_tokens": 9000,
             "num_cached_tokens": 7000,
+            "num_discarded_tokens": 40,
             "num_requests": 50,
             "num_in_flight": 4,
             "updated_at": NOW,

@@ -168,6 +168,7 @@ def _engine(name: str, section: Section, newest: int) -> resources.EngineDetail:
                 "num_tokens",
                 "num_prompt_tokens",
                 "num_cached_tokens",
+                "num_discarded_tokens",
                 "num_requests",
                 "num_in_flight",
             )
