@@ -23,11 +23,16 @@ from leeway.services.snapshot import build_snapshot
 
 RECENT_STEPS: Final = 10
 """Steps over which the share of waiting is reported."""
-COUNTED: Final = (
-    *("busy_s", "up_s", "num_tokens", "num_discarded_tokens"),
-    *("num_prompt_tokens", "num_cached_tokens"),
-)
-"""Of an engine: what grows since its start. A step's line has the sums over all engines."""
+ENGINE_TOTALS: Final[Mapping[str, str]] = {
+    "engine_busy_s": "busy_s",
+    "engine_up_s": "up_s",
+    "engine_tokens": "num_tokens",
+    "engine_discarded_tokens": "num_discarded_tokens",
+    "engine_prompt_tokens": "num_prompt_tokens",
+    "engine_cached_tokens": "num_cached_tokens",
+}
+"""What grows since an engine's start, by its name in the engine's section. A step's line has the
+sums over all engines."""
 
 
 class StepRecords:
@@ -96,9 +101,11 @@ class StepRecords:
         sections = await self._board.get_all()
         snapshot = build_snapshot(sections, stats)
         engines = [s for name, s in sections.items() if name.startswith("policy:")]
-        counted = {name: sum(engine.get(name, 0) for engine in engines) for name in COUNTED}
         numbers = {
-            **{f"engine_{name.removeprefix('num_')}": total for name, total in counted.items()},
+            **{
+                name: sum(engine.get(of_engine, 0) for engine in engines)
+                for name, of_engine in ENGINE_TOTALS.items()
+            },
             "num_ready": stats.num_ready,
             "num_slots": stats.num_slots,
             "num_leased": stats.num_leased,

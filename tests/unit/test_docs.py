@@ -236,12 +236,13 @@ METRICS = ROOT / "docs" / "metrics.md"
 def test_the_page_names_every_metric_of_a_step():
     from leeway.learner.critic import CriticMetrics
     from leeway.learner.metrics import DataMetrics, PolicyMetrics, StepMetrics
+    from leeway.services.step_records import ENGINE_TOTALS
 
     parts = (StepMetrics, PolicyMetrics, DataMetrics, CriticMetrics)
     fields = {name for part in parts for name in part.__struct_fields__}
     flat = fields - {"policy", "data", "critic", "scores", "staleness_histogram"}
     mappings = {"score/NAME", "staleness_histogram/K", "dropped/REASON", "wait_s/REASON"}
-    expected = flat | mappings | set(names_written_by_the_learner())
+    expected = flat | mappings | set(ENGINE_TOTALS) | set(names_written_by_the_learner())
     assert column(METRICS, "`metrics.jsonl`") == expected
 
 
