@@ -72,6 +72,8 @@ class Course:
     """Share of the trained groups that lay ready when the time began and were not made up for."""
     wall_s: float
     wait_s: float
+    longest_wait_s: float
+    """Of one step."""
     blocked_s: float
     """Of `wait_s`, until a group was played that had to be in the step, while enough were ready."""
     train_s: float
@@ -134,6 +136,7 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
         "tokens/s",
         "backlog",
         "waiting",
+        "longest",
         "for one that is due",
         "training",
         "publishing",
@@ -165,6 +168,7 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
 def _keys(course: Course) -> dict[str, float | int | str]:
     return {
         "learner_idle": course.idle,
+        "longest_wait_s": course.longest_wait_s,
         "learner_blocked": course.blocked_s / course.wall_s,
         "engine_busy": course.engine_busy,
         "prompts_reused": course.reused,
@@ -262,6 +266,7 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
         backlog=max(0, start["num_ready"] - rest[-1]["num_ready"]) / total("num_groups"),
         wall_s=rest[-1]["time"] - start["time"],
         wait_s=total("wait_s"),
+        longest_wait_s=max(line["wait_s"] for line in rest),
         blocked_s=sum(line.get("wait_s/blocked", 0.0) for line in rest),
         train_s=total("seconds"),
         publish_s=total("publish_s") + total("confirm_s"),
@@ -274,11 +279,13 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
 
 
 def _row(name: str, course: Course) -> tuple[str, ...]:
-    shares = (course.wait_s, course.blocked_s, course.train_s, course.publish_s)
+    shares = (course.blocked_s, course.train_s, course.publish_s)
     return (
         name,
         f"{course.tokens_per_s:.0f}",
         f"{100 * course.backlog:.1f} %",
+        f"{100 * course.idle:.1f} %",
+        f"{course.longest_wait_s:.1f} s",
         *(f"{100 * share / course.wall_s:.1f} %" for share in shares),
         f"{100 * course.engine_busy:.1f} %",
         f"{100 * course.reused:.1f} %",

@@ -46,6 +46,7 @@ def test_groups_that_lay_ready_before_do_not_count(
     assert (course.num_tokens, course.wall_s) == (2000, 20.0)
     assert (course.backlog, course.tokens_per_s) == (backlog, tokens_per_s)
     assert (course.idle, course.engine_busy, course.staleness) == (0.1, 0.9, 1.75)
+    assert course.longest_wait_s == 1.0
     assert (course.reused, course.discarded) == (0.6, 0.1)
     third = course_of(tmp_path, 2, 3)
     assert (third.num_tokens, third.wall_s, third.staleness) == (1000, 10.0, 1.5)
@@ -104,6 +105,7 @@ def test_one_half_has_its_own_figures_and_the_other_is_compared_with_it_later(
     assert (result.keys["learner_idle"], result.keys["settling_learner_idle"]) == (0.2, 0.5)
     assert (result.keys["engine_busy"], result.keys["settling_engine_busy"]) == (0.85, 0.95)
     assert result.keys["staleness"] == 2.75
+    assert result.keys["longest_wait_s"] == 2.0
     assert [row[0] for row in result.rows] == ["asynchronous, steps 3 to 4", "asynchronous"]
     both = pipeline.run(quick=True, out=tmp_path)
     assert (both.keys["speedup"], both.keys["synchronous_learner_idle"]) == (2.0, 0.25)
