@@ -32,7 +32,7 @@ LIVE: Final = ("sweep-c-live",)
 """Each run with an engine and a learner on two GPUs of their own."""
 SWEEPS: Final = (
     *("sweep-a", "sweep-a-rate", "sweep-a-clip", "sweep-a-mean", "sweep-a-ctn"),
-    *("sweep-b", "sweep-b-reuse", "sweep-c", "sweep-a-64"),
+    *("sweep-b", "sweep-b-reuse", "sweep-c", "sweep-a-64", "sweep-b-fresh"),
     *LIVE,
 )
 SMOLLM2: Final = ROOT / "models" / "SmolLM2-135M-Instruct" / "one-hop-train.jsonl"

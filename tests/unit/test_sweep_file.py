@@ -174,7 +174,7 @@ def test_an_axis_of_learning_rates_needs_no_scan(tmp_path: Path):
     "name",
     [
         *("sweep-a", "sweep-a-rate", "sweep-a-clip", "sweep-a-mean", "sweep-a-ctn", "sweep-a-64"),
-        *("sweep-b", "sweep-b-reuse", "sweep-c", "sweep-c-live", "sweep-lags"),
+        *("sweep-b", "sweep-b-fresh", "sweep-b-reuse", "sweep-c", "sweep-c-live", "sweep-lags"),
     ],
 )
 def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
@@ -196,7 +196,8 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
         "sweep-a-ctn": (30, 0),
         "sweep-a-64": (64, 0),
         "sweep-c-live": (2, 0),
-        "sweep-b": (120, 3),
+        "sweep-b": (60, 0),
+        "sweep-b-fresh": (60, 3),
         "sweep-b-reuse": (24, 6),
         "sweep-c": (16, 8),
         "sweep-lags": (24, 12),
