@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from leeway.services.experiments.sweep_rows import Cell
 
@@ -21,10 +21,14 @@ PALETTE: Final = (
     "#8a6446", "#d45fa8", "#7d8590", "#a4a21f", "#1aa7b8",
 )  # fmt: skip
 MARKERS: Final = "osD^vPX<>*"
+ROUNDS: Final = ("-", "--", ":")
+"""Lines beyond the palette: the same colours and markers again, hollow and broken."""
 DPI: Final = 150
 MAX_COLUMNS: Final = 4
-
-
+SEPARATOR: Final = " · "
+"""Between the parts of a series' name."""
+TITLE_CHARACTERS: Final = 32
+"""What a panel is wide enough for."""
 INK: Final = "#333a40"
 GRID: Final = "#dddad4"
 PAPER: Final = "#fffffe"
@@ -41,6 +45,49 @@ class Picture:
     title: str
     note: str
     draw: Callable[[], Figure]
+
+
+# ---- names and lines
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """By name, what is left without the parts that all of them have.
+
+    so-grpo · ratio turn · eps 0.2 and so-grpo · ratio token · eps 0.2 -> ratio turn, ratio token.
+    A name that would be left without any stays whole, and so does a single one.
+    """
+    parts = {name: name.split(SEPARATOR) for name in names}
+    shared = set.intersection(*(set(of_one) for of_one in parts.values())) if parts else set()
+    if len(parts) < 2 or any(shared.issuperset(of_one) for of_one in parts.values()):
+        return {name: name for name in names}
+    return {
+        name: SEPARATOR.join(part for part in of_one if part not in shared)
+        for name, of_one in parts.items()
+    }
+
+
+def wrapped(name: str, characters: int = TITLE_CHARACTERS) -> str:
+    """In lines of so many characters at most, broken between two parts only."""
+    lines: list[str] = []
+    for part in name.split(SEPARATOR):
+        joined = f"{lines[-1]}{SEPARATOR}{part}" if lines else part
+        if lines and len(joined) <= characters:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
+def line_look(number: int) -> dict[str, Any]:
+    """Of the line of that number: no two of the first thirty are alike."""
+    colour = PALETTE[number % len(PALETTE)]
+    turn = number // len(PALETTE) % len(ROUNDS)
+    return {
+        "color": colour,
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": ROUNDS[turn],
+        "markerfacecolor": PAPER if turn else colour,
+    }
 
 
 # ---- axes
@@ -77,18 +124,21 @@ def single(width: float, height: float, grid: bool = True) -> tuple[Figure, Axes
     return figure, axes
 
 
-def panels(number: int) -> tuple[Figure, list[Axes]]:
-    """So many panels, at most four in a row, none beyond."""
+def panels(names: Sequence[str]) -> tuple[Figure, list[Axes]]:
+    """One for each name, at most four in a row, none beyond."""
     from matplotlib.figure import Figure
 
-    columns = min(MAX_COLUMNS, number)
-    rows = math.ceil(number / columns)
+    columns = min(MAX_COLUMNS, len(names))
+    rows = math.ceil(len(names) / columns)
+    titles = [wrapped(name) for name in short_names(names).values()]
+    height = 1.9 + 0.15 * max(title.count("\n") + 1 for title in titles)
     figure = Figure(
-        figsize=(max(4.6, 2.5 * columns + 0.8), 2.05 * rows + 0.35), layout="constrained"
+        figsize=(max(4.6, 2.5 * columns + 0.8), height * rows + 0.35), layout="constrained"
     )
     axes: list[Axes] = []
-    for n in range(number):
+    for n, title in enumerate(titles):
         axes.append(figure.add_subplot(rows, columns, n + 1))
+        axes[-1].set_title(title, fontsize=9.5, color=INK, loc="left")
         _style(axes[-1], True)
     return figure, axes
 

@@ -17,13 +17,15 @@ from leeway.services.experiments.sweep_arms import series_label
 from leeway.services.experiments.sweep_canvas import (
     GRID,
     INK,
-    MARKERS,
     PALETTE,
     Picture,
+    line_look,
     panels,
     score_axis,
+    short_names,
     single,
     staleness_axis,
+    wrapped,
 )
 from leeway.services.experiments.sweep_rows import Cell, realised
 
@@ -99,9 +101,10 @@ def pictures(cells: Sequence[Cell], results: Sequence[ArmResult]) -> list[Pictur
 
 
 def _score_by_staleness(names: list[str], cells: Sequence[Cell]) -> Figure:
-    figure, axes = single(8.4, 4.4)
-    for n, name in enumerate(names):
-        _line(axes, cells, n, name)
+    # The legend stands beside the plot, a line for each.
+    figure, axes = single(8.4, max(4.4, 0.21 * len(names)))
+    for n, (name, short) in enumerate(short_names(names).items()):
+        _line(axes, cells, n, name, short)
     staleness_axis(axes, cells)
     axes.set_ylabel("held-out exact match")
     score_axis(axes, cells)
@@ -121,11 +124,11 @@ def _points(cells: Sequence[Cell], name: str) -> list[tuple[float, float, Cell]]
     return sorted(found, key=lambda point: point[0])
 
 
-def _line(axes: Axes, cells: Sequence[Cell], number: int, name: str) -> None:
-    colour, marker = PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
+def _line(axes: Axes, cells: Sequence[Cell], number: int, name: str, label: str = "") -> None:
+    look = line_look(number)
     points = _points(cells, name)
     x, y = [point[0] for point in points], [point[1] for point in points]
-    axes.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.8, label=name)
+    axes.plot(x, y, **look, markersize=5, linewidth=1.8, label=label)
     band = [
         (lag, max(0.0, cell.low), min(1.0, cell.high))
         for lag, _, cell in points
@@ -133,11 +136,11 @@ def _line(axes: Axes, cells: Sequence[Cell], number: int, name: str) -> None:
     ]
     if band:
         lags, low, high = ([*values] for values in zip(*band, strict=True))
-        axes.fill_between(lags, low, high, color=colour, alpha=0.1, linewidth=0)
+        axes.fill_between(lags, low, high, color=look["color"], alpha=0.1, linewidth=0)
 
 
 def _each(names: list[str], cells: Sequence[Cell]) -> Figure:
-    figure, grid = panels(len(names))
+    figure, grid = panels(names)
     for n, (name, axes) in enumerate(zip(names, grid, strict=False)):
         for other in names:
             found = _points(cells, other)
@@ -148,7 +151,6 @@ def _each(names: list[str], cells: Sequence[Cell]) -> Figure:
         for lag, _, cell in _points(cells, name):
             lags, colour = [lag] * len(cell.scores), PALETTE[n % len(PALETTE)]
             axes.plot(lags, cell.scores, ".", color=colour, markersize=4)
-        axes.set_title(name, fontsize=9.5, color=INK, loc="left")
         staleness_axis(axes, cells)
         score_axis(axes, cells)
     return figure
@@ -157,7 +159,10 @@ def _each(names: list[str], cells: Sequence[Cell]) -> Figure:
 def _heat_map(names: list[str], cells: Sequence[Cell]) -> Figure:
     columns = _columns(cells)
     fields = heat_fields(names, cells, columns)
-    figure, axes = single(2.6 + 0.85 * len(columns), 1.0 + 0.42 * len(names), grid=False)
+    labels = [wrapped(name) for name in short_names(names).values()]
+    lines = [line for label in labels for line in label.split("\n")]
+    width = 1.0 + 0.085 * max(len(line) for line in lines) + 0.85 * len(columns)
+    figure, axes = single(width, 1.0 + 0.42 * max(len(names), 0.5 * len(lines)), grid=False)
     values = [[math.nan] * len(columns) for _ in names]
     for (row, column), (mean, num_collapsed) in fields.items():
         values[row][column] = mean
@@ -168,7 +173,7 @@ def _heat_map(names: list[str], cells: Sequence[Cell]) -> Figure:
         )  # fmt: skip
     axes.imshow(values, cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto")
     axes.set_xticks(range(len(columns)), [_span(column) for column in columns])
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), labels)
     axes.set_xlabel("realised staleness, versions")
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -233,11 +238,10 @@ def _curves(
     *,
     share: bool = False,
 ) -> Figure:
-    figure, grid = panels(len(names))
+    figure, grid = panels(names)
     top = max((realised(r) or 0.0 for r in results), default=0.0)
     values: list[float] = []
     for name, axes in zip(names, grid, strict=False):
-        axes.set_title(name, fontsize=9.5, color=INK, loc="left")
         axes.set_xlabel("step" if clock == "step" else "seconds", fontsize=8.5)
         for result in sorted(results, key=lambda r: realised(r) or 0.0):
             if series_label(result.spec.objective, result.spec.variant) == name:
