@@ -1,5 +1,7 @@
 """Names and lines in the pictures of a sweep."""
 
+from itertools import product
+
 import pytest
 
 from leeway.services.experiments.sweep_canvas import line_look, panels, short_names, wrapped
@@ -35,12 +37,13 @@ def test_no_two_of_thirty_lines_look_alike():
 
 
 def test_titles_of_panels_do_not_reach_into_the_next_one():
-    names = [f"so-grpo · ratio turn-arithmetic · ctn learning-rate · eps {n}" for n in range(8)]
-    names += [name.replace("so-grpo", "grpo") for name in names]
+    axes_of = ("grpo", "so-grpo"), ("token", "turn-arithmetic"), ("penalty", "learning-rate")
+    names = [f"{o} · ratio {r} · ctn {c} · eps 0.004" for o, r, c in product(*axes_of)]
+    names += [name.replace("0.004", "0.2") for name in names]
     figure, axes = panels(names)
     figure.draw_without_rendering()
     width = axes[1].get_position().x0 - axes[0].get_position().x0
     for one in axes:
-        title = one.title if one.title.get_text() else one._left_title
+        title = one._left_title
         extent = title.get_window_extent().transformed(figure.transFigure.inverted())
         assert extent.width < width, title.get_text()
