@@ -11,7 +11,10 @@ CHAOS_MINUTES ?= 90
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.leeway-installed
-PARITY_STAMP := $(VENV)/.leeway-parity-installed
+# Not into the environment: verl brings a package `tests`, which would hide ours from every process
+# that a test starts.
+PARITY := build/parity
+PARITY_STAMP := $(PARITY)/.installed
 SBOM_STAMP := build/sbom-tool/.installed
 TORCH = $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/cpu.txt)+cpu
 LIGHT := tests/architecture tests/unit tests/contract
@@ -34,7 +37,6 @@ test: setup lint types  ## Check everything, vLLM and Ray included; what CI runs
 	$(BIN)/python -m pytest -m "not gpu" --durations=30 --ignore=tests/parity --ignore=tests/helm --ignore=tests/browser
 	$(MAKE) helm-test
 	$(MAKE) browser
-	@# Last, and by itself: on a fresh clone the rest has run without verl and TRL in reach.
 	$(MAKE) parity
 
 quick: setup lint  ## Check what needs neither vLLM nor Ray.
@@ -64,7 +66,7 @@ helm-test: setup  ## Check the chart with Helm 3 and 4 (fetches its tools into .
 	$(BIN)/python -m pytest -q --helm -m "not cluster" tests/helm
 
 parity: $(PARITY_STAMP)  ## Compare objectives with verl's and TRL's, which it installs (300 MB).
-	$(BIN)/python -m pytest -q --parity tests/parity
+	PYTHONPATH=$(PARITY) $(BIN)/python -m pytest -q --parity tests/parity
 
 lint: setup  ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -106,7 +108,8 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	@touch $@
 
 $(PARITY_STAMP): $(STAMP) requirements/parity.txt
-	$(PIP) install --no-deps -r requirements/parity.txt
+	rm -rf $(PARITY)
+	$(PIP) install --no-deps --target $(PARITY) -r requirements/parity.txt
 	@touch $@
 
 $(SBOM_STAMP):
