@@ -91,6 +91,13 @@ def test_the_pins_of_parity_are_its_extra_and_touch_no_other_pin():
     assert [name for name, _ in pins if name in installed] == []
 
 
+def test_no_package_of_the_environment_hides_our_tests_from_a_process_that_starts_here():
+    """One in a folder named `tests`, as verl has it, would come before ours."""
+    program = "import tests; print(*tests.__path__)"
+    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert told.stdout.split() == [str(ROOT / "tests")], told.stderr
+
+
 @pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
 def test_every_pin_of_every_list_has_a_hash(file: Path):
     text = file.read_text(encoding="utf-8")
