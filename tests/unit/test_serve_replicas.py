@@ -11,11 +11,14 @@ from typing import Any, ClassVar
 import pytest
 
 from leeway.actors import serve_replicas
+from leeway.actors.policy import Completion, CompletionRequest
 from leeway.replay import free_pages
+from leeway.replay.board import RunBoard
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 from leeway.services.config import load
 from leeway.services.layout import RunDirectory
+from leeway.services.step_records import ENGINE_TOTALS
 from leeway.services.wiring import actor_spec
 
 AMPLE_S = 60.0
@@ -29,6 +32,17 @@ class Engine:
 
     async def version(self) -> PolicyVersion:
         return PolicyVersion(0)
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Two tokens; all of the prompt but its last one had been computed; one was in vain."""
+        return Completion(
+            token_ids=[1, 2],
+            logprobs=[-1.0, -1.0],
+            versions=[0, 0],
+            finish="stop",
+            num_cached=len(request.prompt_ids) - 1,
+            num_discarded=1,
+        )
 
     async def close(self) -> None: ...
 
@@ -81,3 +95,34 @@ async def test_every_replica_gives_free_memory_back_until_it_ends(
     assert not ended.is_set()
     await deployed.__del__(replica)
     await asyncio.wait_for(ended.wait(), AMPLE_S)
+
+
+@pytest.mark.usefixtures("without_serve")
+async def test_an_engine_tells_what_its_turns_took(url: str, tmp_path: Path):
+    deployed = serve_replicas.PolicyServer.func_or_class
+    replica = object.__new__(uncollected(deployed))
+    spec = actor_spec(RunDirectory(tmp_path / "counting"), load(None), url)
+    await replica.__init__(spec)
+    board = RunBoard(url, spec.run)
+    name = f"policy:{replica.engine_id}"
+    try:
+        for length in (4, 6):
+            prompt = list(range(length))
+            await replica.complete(
+                CompletionRequest(request_id=f"r{length}", prompt_ids=prompt, max_tokens=2)
+            )
+        async with asyncio.timeout(AMPLE_S):
+            while (await board.get_all()).get(name, {}).get("num_requests") != 2:
+                await asyncio.sleep(0.05)
+        section = (await board.get_all())[name]
+    finally:
+        await board.close()
+        await deployed.__del__(replica)
+    totals = {of: section[key] for of, key in ENGINE_TOTALS.items() if not of.endswith("_s")}
+    assert totals == {
+        "engine_tokens": 4,
+        "engine_discarded_tokens": 2,
+        "engine_prompt_tokens": 10,
+        "engine_cached_tokens": 8,
+    }
+    assert 0 <= section["busy_s"] <= section["up_s"]
