@@ -213,8 +213,8 @@ def _keys_of(axis: str, value: Any) -> dict[str, Any]:
 
 
 def _derived(sweep: Sweep, values: Mapping[str, Any], base: RunConfig) -> dict[str, Any]:
-    """What follows from the mode: staleness policy, lookahead, a buffer that holds the window; and
-    ||C|| is measured under every objective that clips."""
+    """What follows from the mode: staleness policy, lookahead, a buffer that holds the window, as
+    many draws as are named; and ||C|| is measured under every objective that clips."""
     found: dict[str, Any] = {}
     lookahead = values.get("replay.lookahead", base.replay.lookahead)
     if sweep.file.mode == "exact":
@@ -231,11 +231,30 @@ def _derived(sweep: Sweep, values: Mapping[str, Any], base: RunConfig) -> dict[s
     held = int(values.get("replay.max_groups", base.replay.max_groups))
     if held < (lag + 1) * step:
         found["replay.max_groups"] = (lag + 1) * step
+    found |= _reused(values, base, step)
     preset = PRESETS[str(values.get("learner.objective", base.learner.objective))]
     uses = values.get("learner.ctn", base.learner.ctn or preset.ctn) == "gradient"
     if preset.clips and not uses:
         found["learner.measure_ctn"] = True
     return found
+
+
+def _reused(values: Mapping[str, Any], base: RunConfig, step: int) -> dict[str, Any]:
+    """A limiter that has every group trained as often as `replay.max_draws` allows.
+
+    That key alone is a bound: rollouts that are quick fill the version window all the same, and
+    most groups grow too old before their second step. The buffer of errors is twice the least that
+    `limiter.deadlock` admits.
+    """
+    draws = int(values.get("replay.max_draws", base.replay.max_draws))
+    if draws == 1 or values.get("replay.limiter", base.replay.limiter) != "none":
+        return {}
+    return {
+        "replay.limiter": "sample-to-insert",
+        "replay.samples_per_insert": float(draws),
+        "replay.min_size": step,
+        "replay.error_buffer": float(step + draws),
+    }
 
 
 _BASES: dict[tuple[Any, ...], RunConfig] = {}

@@ -51,8 +51,8 @@ def _verdict(cells: list[Cell], retention: float) -> Verdict:
         return Verdict(
             series=name, on_policy=None, kept_staleness=None, kept_score=None,
             lost_staleness=None, lost_score=None, num_seeds=0, **counts,
-            sentence=f"{name} has no on-policy score to compare with"
-            + _remarks(counts, 0) + ".",
+            sentence=f"{name} has no on-policy score to compare with" + _alone(found)
+            + _remarks(counts, min((len(one[2].scores) for one in found), default=0)) + ".",
         )  # fmt: skip
     on_policy = found[0][1]
     kept, lost = found[0], None
@@ -101,6 +101,13 @@ def _sentence(
     if kept[0] < ON_POLICY:
         return f"{name} keeps {retention:.0%} {base} at no staleness tried: {fall}"
     return f"{name} keeps {retention:.0%} {base} up to {versions(kept[0])} ({kept[1]:.3f}); {fall}"
+
+
+def _alone(found: Sequence[Measured]) -> str:
+    """: at 4 versions it is at 0.828, at 16 versions at 0.877"""
+    scores = [f"at {versions(one[0])} it is at {one[1]:.3f}" for one in found[:1]]
+    scores += [f"at {versions(one[0])} at {one[1]:.3f}" for one in found[1:]]
+    return f": {', '.join(scores)}" if scores else ""
 
 
 def _unfinished(lost: Measured | None) -> str:

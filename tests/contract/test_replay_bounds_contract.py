@@ -113,6 +113,46 @@ async def test_two_samples_per_insert_keep_the_distance_of_reverbs_inequalities(
     assert (await replay.stats()).num_ready == 0
 
 
+async def play_ahead(replay: Replay, version: int) -> None:
+    """As rollouts do that are much quicker than the learner: all that is admitted."""
+    while True:
+        try:
+            slots = await replay.admit(9, v(version), SOON_S)
+        except WaitTimeout:
+            return
+        for slot in slots:
+            await replay.add(slot, build_group(slot, version=version))
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_played"),
+    [
+        # Four steps ahead of the learner's version, one more for each of its eleven steps: as
+        # many groups as may be trained once.
+        ({}, 30),
+        # 4 x inserts - samples is 14 at most: (14 + 22) / 4.
+        (
+            {
+                "limiter": "sample-to-insert",
+                "samples_per_insert": 4,
+                "min_size": 2,
+                "error_buffer": 6,
+            },
+            9,
+        ),
+    ],
+)
+async def test_only_a_limiter_saves_groups_where_one_may_be_trained_four_times(
+    build_replay, limits, num_played
+):
+    replay = build_replay(max_draws=4, max_staleness=3, **limits)
+    for version in range(11):
+        await play_ahead(replay, version)
+        await train(replay)
+    await play_ahead(replay, 11)
+    assert (await replay.stats()).num_added == num_played
+
+
 async def test_what_a_restore_takes_away_was_no_insert(build_replay):
     replay = build_replay(limiter="queue", queue_size=2, max_staleness=3)
     for slot in await replay.admit(2, v(0), SOON_S):

@@ -64,6 +64,22 @@ def test_the_lookahead_of_a_bound_may_be_varied(tmp_path: Path):
     assert kinds == {"full", "adaptive"}
 
 
+def test_draws_come_with_a_limiter_that_has_groups_trained_so_often(tmp_path: Path):
+    text = HEAD + 'mode = "bound"\n[[grid]]\nstaleness = [16]\ndraws = [1, 4]\n'
+    sweep = load_sweep(write(tmp_path, text))
+    once, four_times = (arm_config(sweep, arm).replay for arm in grid_arms(sweep))
+    assert once.limiter == "none"
+    assert (four_times.limiter, four_times.samples_per_insert) == ("sample-to-insert", 4.0)
+    # A step's 8 groups and one insert's 4 samples.
+    assert (four_times.min_size, four_times.error_buffer) == (8, 12.0)
+
+
+def test_a_limiter_of_ones_own_stays_beside_draws(tmp_path: Path):
+    text = HEAD + 'mode = "bound"\n[set]\nreplay.limiter = "min-size"\n[[grid]]\ndraws = [2]\n'
+    sweep = load_sweep(write(tmp_path, text))
+    assert {arm_config(sweep, arm).replay.limiter for arm in grid_arms(sweep)} == {"min-size"}
+
+
 def test_an_adaptive_base_is_no_matter_where_every_lag_is_exact(tmp_path: Path):
     (tmp_path / "base.toml").write_text('[replay]\nlookahead = "adaptive"\n')
     head = HEAD.replace(str(CONFIGS / "stability.toml"), "base.toml")
@@ -199,7 +215,7 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
         "sweep-b": (60, 0),
         "sweep-b-fresh": (60, 3),
         "sweep-b-reuse": (24, 6),
-        "sweep-c": (16, 8),
+        "sweep-c": (20, 8),
         "sweep-lags": (24, 12),
     }
     assert (len(grid), len(scan_arms(sweep, grid))) == expected[name]

@@ -147,7 +147,13 @@ def test_a_row_tells_how_long_its_ramp_was():
 def test_without_an_on_policy_run_there_is_no_verdict():
     verdict = verdict_of({2: 0.8, 3: 0.5})
     assert (verdict.on_policy, verdict.kept_staleness) == (None, None)
-    assert verdict.sentence == "grpo has no on-policy score to compare with."
+    assert verdict.sentence == (
+        "grpo has no on-policy score to compare with: at 2 versions it is at 0.800, at 3 versions "
+        "at 0.500; one seed, so the spread is unknown."
+    )
+    failed = [row_of(arm(lag=2, status="failed", reason="x"))]
+    [verdict] = verdicts(cells_of(failed), retention=0.95)
+    assert verdict.sentence == "grpo has no on-policy score to compare with; 1 arm failed."
 
 
 def test_retention_is_the_share_that_must_be_kept():
