@@ -215,7 +215,7 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
         "sweep-b": (60, 0),
         "sweep-b-fresh": (60, 3),
         "sweep-b-reuse": (24, 6),
-        "sweep-c": (20, 8),
+        "sweep-c": (20, 12),
         "sweep-lags": (24, 12),
     }
     assert (len(grid), len(scan_arms(sweep, grid))) == expected[name]
