@@ -118,7 +118,7 @@ PRESETS: Final[Mapping[str, Objective]] = MappingProxyType(
         "so-grpo-penalty": replace(_SO_GRPO, ctn="penalty"),
         # arXiv 2402.03300
         "grpo": _GRPO,
-        # arXiv 2507.18071; averaged logs sit near 1, hence the small distances.
+        # arXiv 2507.18071; ratios of averaged logs sit near 1, hence the small distances.
         "gspo": replace(_GRPO, ratio="sequence", eps_low=3e-4, eps_high=4e-4),
         # arXiv 2505.24298 (AReaL)
         "decoupled-ppo": replace(_PPO, old="proximal", correction="truncate"),
