@@ -68,7 +68,9 @@ def build_update(
 
     Raises NonFiniteError, naming trajectory and turn, for an advantage that is not finite.
     """
-    a_T, targets = _advantages(batch, objective, value_T)
+    exact_T, targets = _advantages(batch, objective, value_T)
+    # As it is trained: float32 ends at 3.4e38.
+    a_T = exact_T.float()
     check_finite(batch, a_T, "advantage")
     segments, behaviour_T = batch.segments, batch.behaviour_T
     minibatches = _minibatches(len(batch.trajectories), num_minibatches, version)
@@ -80,7 +82,7 @@ def build_update(
             objective.correction, proximal_T, behaviour_T, objective.max_correction
         )
     old_T = behaviour_T if proximal_T is None else proximal_T
-    tokens = Tokens(old_T, a_T.float(), weight_T, segments, correction_T)
+    tokens = Tokens(old_T, a_T, weight_T, segments, correction_T)
     return Update(batch, tokens, minibatches, targets)
 
 

@@ -24,6 +24,10 @@ PolicyVersion = NewType("PolicyVersion", int)
 
 GroupId = NewType("GroupId", str)
 
+MAX_REWARD: Final = 1e18
+"""Bound of a reward's size. Learners compute with float32, which ends at 3.4e38: it must bear the
+square, which a critic's loss takes, else the advantage is infinite or silently 0."""
+
 StopReason = Literal["answer", "turns", "tokens", "invalid"]
 """Why an episode ended: it answered, or ran out of turns or of tokens, or ended on an action that
 could not be parsed with no turn left to correct it. Dropped episodes never become trajectories."""
@@ -129,7 +133,8 @@ def columns_of(group: Group) -> Columns:
 
 
 def check_group(group: Group, columns: Columns | None = None) -> None:
-    """Raise DataError unless lengths agree, turns cover the tokens, and every number is finite.
+    """Raise DataError unless lengths agree, turns cover the tokens, every number is finite, and no
+    reward is larger than MAX_REWARD.
 
     Run where a group enters the buffer, so that a non-finite log-prob is caught with its
     trajectory still at hand. `columns` are those of the group, where the caller has them.
@@ -156,30 +161,35 @@ def _are_numbers_sound(trajectories: tuple[Trajectory, ...], columns: Columns) -
         columns.versions_T.size > 0
         and columns.oldest >= 0
         and bool(np.isfinite(columns.logprobs_T).all())
-        and all(math.isfinite(trajectory.reward) for trajectory in trajectories)
+        and all(abs(trajectory.reward) <= MAX_REWARD for trajectory in trajectories)
     )
 
 
 def _first_problem(trajectory: Trajectory, are_numbers_sound: bool) -> str | None:
     if not trajectory.turns:
         return "it has no turn"
+    if problem := _first_gap(trajectory):
+        return problem
     num_trained = sum([turn.num_generated for turn in trajectory.turns])
     if num_trained == 0:
         return "it has no generated token"
     for name, array in (("logprobs", trajectory.logprobs), ("versions", trajectory.versions)):
         if len(array) != num_trained:
             return f"{len(array)} {name} for {num_trained} generated tokens"
-    return (
-        _first_gap(trajectory)
-        or (None if are_numbers_sound else _first_bad_number(trajectory))
-        or _first_bad_turn_reward(trajectory)
+    return (None if are_numbers_sound else _first_bad_number(trajectory)) or _first_bad_turn_reward(
+        trajectory
     )
 
 
 def _first_gap(trajectory: Trajectory) -> str | None:
     position = trajectory.turns[0].start
     for k, turn in enumerate(trajectory.turns):
-        if turn.start != position or turn.num_generated < 0 or turn.num_observed < 0:
+        if turn.num_generated < 0 or turn.num_observed < 0:
+            return (
+                f"turn {k} counts {turn.num_generated} generated and {turn.num_observed} observed "
+                "tokens; neither may be negative"
+            )
+        if turn.start != position:
             return f"turn {k} starts at {turn.start}, the turn before it ends at {position}"
         position += turn.num_generated + turn.num_observed
     if position != len(trajectory.token_ids):
@@ -192,8 +202,8 @@ def _first_bad_number(trajectory: Trajectory) -> str | None:
     if bad.size:
         turn = turn_of(trajectory, int(bad[0]))
         return f"turn {turn}: log-prob of generated token {bad[0]} is {trajectory.logprobs[bad[0]]}"
-    if not np.isfinite(trajectory.reward):
-        return f"reward is {trajectory.reward}"
+    if problem := _bad_reward(trajectory.reward):
+        return problem
     if trajectory.versions.min() < 0:
         return f"a token carries policy version {trajectory.versions.min()}"
     return None
@@ -206,10 +216,18 @@ def _first_bad_turn_reward(trajectory: Trajectory) -> str | None:
     if len(rewards) != len(trajectory.turns):
         return f"{len(rewards)} turn rewards for {len(trajectory.turns)} turns"
     for k, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            return f"turn {k}: reward is {reward}"
+        if problem := _bad_reward(reward):
+            return f"turn {k}: {problem}"
     if abs(sum(rewards) - trajectory.reward) > 1e-4:
         return f"its turn rewards sum to {sum(rewards):g}, its reward is {trajectory.reward:g}"
+    return None
+
+
+def _bad_reward(reward: float) -> str | None:
+    if not math.isfinite(reward):
+        return f"reward is {reward}"
+    if abs(reward) > MAX_REWARD:
+        return f"reward is {reward:g}, larger than the {MAX_REWARD:g} that training bears"
     return None
 
 

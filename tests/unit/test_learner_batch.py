@@ -73,11 +73,36 @@ def test_a_reward_that_is_not_finite_is_refused_naming_the_trajectory() -> None:
         build_batch([group(trajectory("a", reward=float("inf")))])
 
 
-def test_turns_that_leave_a_gap_are_refused_naming_the_turn() -> None:
+@pytest.mark.parametrize("reward", [1e19, -1e39, 1e200])
+def test_a_reward_that_float32_does_not_bear_is_refused_naming_trajectory_and_turn(
+    reward: float,
+) -> None:
+    with pytest.raises(DataError, match="trajectory a: reward is .* larger than the 1e\\+18"):
+        build_batch([group(trajectory("a", reward=reward), trajectory("b"))])
+    of_turns = msgspec.structs.replace(trajectory("a"), turn_rewards=(1.0 - reward, reward))
+    with pytest.raises(DataError, match="trajectory a: turn 0: reward is .* larger than"):
+        build_batch([group(of_turns)])
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        # The first stands at 4 to 6 and has observed 6 to 9; 10 tokens in all.
+        (Turn(10, 1, 0, "answer"), "turn 1 starts at 10, the turn before it ends at 9"),
+        (Turn(8, 1, 1, "answer"), "turn 1 starts at 8, the turn before it ends at 9"),
+        (Turn(2, 1, 0, "answer"), "turn 1 starts at 2, the turn before it ends at 9"),
+        (Turn(9, 1, 4, "answer"), "its turns end at 14 of 10 tokens"),
+        (Turn(9, -1, 2, "answer"), "turn 1 counts -1 generated and 2 observed tokens; neither"),
+        (Turn(9, 1, -3, "answer"), "turn 1 counts 1 generated and -3 observed tokens; neither"),
+    ],
+    ids=["gap", "overlap", "backwards", "beyond the end", "generated", "observed"],
+)
+def test_turns_that_do_not_cover_the_tokens_in_order_are_refused(
+    second: Turn, sentence: str
+) -> None:
     good = trajectory("a")
-    turns = (good.turns[0], Turn(10, 1, 0, "answer"))
-    bad = msgspec.structs.replace(good, turns=turns)
-    with pytest.raises(DataError, match="trajectory a: turn 1 starts at 10"):
+    bad = msgspec.structs.replace(good, turns=(good.turns[0], second))
+    with pytest.raises(DataError, match=f"group g, trajectory a: {sentence}"):
         build_batch([group(bad)])
 
 

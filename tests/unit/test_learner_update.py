@@ -21,7 +21,7 @@ from leeway.learner.objective.presets import PRESETS
 from leeway.learner.trainer import Trainer
 from leeway.learner.update import Update, build_update, tokens_of
 from leeway.replay.errors import DataError
-from leeway.replay.schema import Group, GroupId, Trajectory, Turn
+from leeway.replay.schema import MAX_REWARD, Group, GroupId, Trajectory, Turn
 
 torch.set_num_threads(1)
 
@@ -264,6 +264,15 @@ def test_a_value_that_is_not_finite_is_refused_naming_trajectory_and_turn() -> N
         update_by_values(two(), "ppo", 0.0, 0.0, torch.inf, torch.nan)
 
 
+@pytest.mark.parametrize("name", ["reinforce", "rloo"])
+def test_an_advantage_beyond_float32_is_refused_naming_trajectory_and_turn(name: str) -> None:
+    """No reward of a record reaches so far: those are refused before they are packed."""
+    batch = two()
+    batch.reward_B[0] = 1e39
+    with pytest.raises(NonFiniteError, match=r"trajectory a, turn 0: advantage is inf"):
+        build_update(batch, PRESETS[name], 0)
+
+
 def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -275,6 +284,13 @@ def tiny() -> LlamaForCausalLM:
         num_key_value_heads=2,
     )
     return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_largest_reward_that_is_taken_trains(name: str) -> None:
+    batch = batch_of(trajectory("a", [2, 1], MAX_REWARD), trajectory("b", [1], 0.0))
+    trainer = Trainer(tiny(), LearnerConfig(objective=name, warmup_steps=0))
+    assert trainer.train_step(batch, 0).grad_norm > 0
 
 
 @pytest.mark.parametrize(
