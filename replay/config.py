@@ -51,12 +51,12 @@ class ReplayConfig(FrozenModel):
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Of uniform and prioritised."""
     limiter: Literal["none", "min-size", "sample-to-insert", "queue"] = "none"
-    """Holds rollouts and learner together, as Reverb's of these names. min-size: draws begin when
-    min_size groups exist. queue: at most queue_size groups wait. sample-to-insert: steps follow
-    samples_per_insert within error_buffer. The version window holds besides."""
+    """Holds rollouts and learner together, as Reverb's of these names. min-size: a step is
+    drawn where min_size groups exist. queue: at most queue_size groups wait. sample-to-insert:
+    steps follow samples_per_insert within error_buffer. The version window holds besides."""
     min_size: int = Field(default=1, ge=1)
-    """Groups that must exist before the first draw, for min-size and sample-to-insert; one step's
-    groups at least."""
+    """Groups that must exist for a draw, leased ones among them, for min-size and sample-to-insert;
+    one step's groups at least."""
     samples_per_insert: float = Field(default=1.0, gt=0)
     """How often a group is to be trained on the average, for sample-to-insert."""
     error_buffer: float = Field(default=64.0, gt=0)

@@ -13,7 +13,10 @@
 
 A sample is a whole step here, so fewer than `groups_per_step` groups can never be sampled and are
 inserted freely, whatever `min_size`. Groups that are lost before they were sampled are taken out of
-`inserts`: nobody will ever sample them. Evicted ones stay in. lua/rule.lua is the same arithmetic.
+`inserts`: nobody will ever sample them. Evicted ones stay in. Those of a lease that comes back are
+taken out of `samples`. For the same reason `size` counts leased groups until they are acknowledged,
+where Reverb's table forgets an item as its last sample is taken. lua/rule.lua is the same
+arithmetic.
 """
 
 from __future__ import annotations

@@ -216,15 +216,12 @@ class Buffer:
     def _make_room(self, n: int) -> None:
         """Evict until `n` more groups fit, as far as that is possible."""
         most = self.config.max_groups - n
-        is_dropping = self.config.staleness_policy == "drop"
         while (free := self._evictable()) and (
             len(self.slots) + len(self.groups) > most or self._room_for_bytes() < n
         ):
-            score = {
-                i: self.groups[i].evict_score if is_dropping else self.groups[i].place for i in free
-            }
+            score = {i: self.groups[i].evict_score for i in free}
             first = min(free, key=lambda i: (score[i], i))
-            if is_dropping and self.config.evict_by != "fifo":
+            if self.config.evict_by != "fifo":
                 self._evicted_until = max(self._evicted_until, score[first])
             self._drop_group(first, "evicted")
 
@@ -262,7 +259,7 @@ class Buffer:
         _remember(self._added, slot_id)
         self.seconds["play"] += self._clock() - slot.since_s
         if entry.newest > slot.ceiling:
-            self.dropped.count("lost-version")
+            self.dropped.count("lost-version", entry.trajectories)
             return "dropped"
         self.counts.update(added=1, inserts=1, sequence=1)
         is_dropping = self.config.staleness_policy == "drop"
@@ -471,6 +468,13 @@ class Buffer:
                 self._drop_group(group_id, "returned")
             else:
                 self._put(group_id)
+
+    def drop_unreadable(self, lease_id: str, ids: Iterable[str]) -> None:
+        """Put the lease's groups back uncounted, and drop those of `ids`, which no draw could
+        decode."""
+        self.return_lease(lease_id, counts=False)
+        for group_id in [i for i in ids if i in self.groups]:
+            self._drop_group(group_id, "unreadable")
 
     def restore_version(self, version: int) -> int:
         """Return every lease and drop what versions after `version` sampled; begin the ramp."""

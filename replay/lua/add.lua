@@ -32,7 +32,7 @@ local function fill(i, expiry)
   if ceilings[i] and newest > tonumber(ceilings[i]) then
     call('UNLINK', payload)
     free_slot(id, arg.versions[i])
-    count_dropped('lost-version')
+    count_dropped('lost-version', {[SHAPE] = arg.shapes[i]})
     return 'dropped'
   end
   count(S.playing, arg.versions[i], -1)

@@ -30,12 +30,20 @@ local function room_for_bytes(num_bytes)
 end
 local capacity = c.max_groups - num_groups + evictable
 local bytes = room_for_bytes(S.num_bytes)
-if evictable > 0 and bytes < #arg.slot_ids then
-  local kept = S.num_bytes
+if evictable > 0 and bytes <= 0 then
+  -- Whether they would make room for one, counted as far as that takes: there may be many.
+  local wanted = S.num_bytes + (S.num_slots + 1) * S.largest - c.max_bytes
   for _, zset in ipairs(c.policy == 'drop' and {key.ready, key.again} or {key.again}) do
-    for _, id in ipairs(call('ZRANGE', zset, 0, -1)) do kept = kept - record(id)[SIZE] end
+    local first = 0
+    repeat
+      local ids = wanted > 0 and call('ZRANGE', zset, first, first + 63) or {}
+      for _, packed in ipairs(#ids > 0 and call('HMGET', key.groups, unpack(ids)) or {}) do
+        wanted = wanted - read_record(packed)[SIZE]
+      end
+      first = first + 64
+    until #ids < 64
   end
-  bytes = room_for_bytes(kept)
+  bytes = wanted > 0 and 0 or 1
 end
 local limit = limiter_room(limiter(), num_groups, S.inserts + S.num_slots, S.samples)
 
@@ -58,11 +66,11 @@ end
 
 local function evict_one()
   local first
-  if c.policy ~= 'drop' then
-    first = call('ZRANGE', key.again, 0, 0)
-  elseif evicts then
+  if evicts then
     first = call('ZRANGE', key.evict, 0, 0, 'WITHSCORES')
     S.evicted_at = math.max(S.evicted_at, tonumber(first[2]))
+  elseif c.policy ~= 'drop' then
+    first = call('ZRANGE', key.again, 0, 0)
   else
     first = call('ZRANGE', key.ready, 0, 0, 'WITHSCORES')
     local again = call('ZRANGE', key.again, 0, 0, 'WITHSCORES')

@@ -86,10 +86,11 @@ end
 -- ---- indexes of the groups that are free to be drawn
 --
 -- ready: never trained, by (version, arrival).  again: trained, and to be trained once more.
--- pick: both, by draw_by.  evict: both, by evict_by.  The last two stand only where they differ.
+-- pick: both, by draw_by.  evict: those that may be evicted, by evict_by: both under drop, else those
+-- that were trained. The last two stand only where their order is another.
 
 local picks = c.draw_by ~= 'fifo' or c.max_draws > 1
-local evicts = c.policy == 'drop' and c.evict_by ~= 'fifo'
+local evicts = (c.policy == 'drop' or c.max_draws > 1) and c.evict_by ~= 'fifo'
 
 local function rank(id, group)
   local turn = group[DRAWS] + group[RETURNS]
@@ -98,7 +99,7 @@ local function rank(id, group)
     call('ZADD', key.pick, draw_score(
       c.draw_by, version, arrival, priority, S.virtual, c.seed, turn), id)
   end
-  if evicts then
+  if evicts and (c.policy == 'drop' or group[DRAWS] > 0) then
     call('ZADD', key.evict, evict_score(
       c.evict_by, version, arrival, priority, S.evicted_at, c.seed, turn), id)
   end

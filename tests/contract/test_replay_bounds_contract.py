@@ -341,6 +341,18 @@ async def test_what_was_trained_makes_room_for_what_was_not(build_replay):
     assert (await replay.stats()).dropped == {}
 
 
+@pytest.mark.parametrize(("evict_by", "kept"), [("fifo", 1), ("lifo", 0), ("prioritised", 0)])
+async def test_of_those_that_were_trained_the_selector_says_which_makes_room(
+    build_replay, evict_by, kept
+):
+    replay = build_replay(max_draws=2, max_staleness=4, max_groups=2, evict_by=evict_by)
+    # The second group's rewards are equal, so its priority is the lowest.
+    slots = [await put(replay, rewards=(0, 1)), await put(replay, rewards=(1, 1))]
+    await train(replay)
+    new = await put(replay, 1)
+    assert set(await replay.group_ids()) == {slots[kept].slot_id, new.slot_id}
+
+
 async def test_nothing_is_evicted_where_it_would_not_make_room(build_replay):
     replay = build_replay(staleness_policy="drop", max_bytes=2000)
     slots = await replay.admit(9, v(0), SOON_S)

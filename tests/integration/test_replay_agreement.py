@@ -164,6 +164,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_staleness": 9,
     },
     "pace again": {"max_draws": 2, "draw_by": "freshest"},
+    "pace evicting": {"max_draws": 3, "max_groups": 6, "max_staleness": 9, "evict_by": "uniform"},
     "pace uniform": {"draw_by": "uniform", "seed": 3},
     "pace queue": {"limiter": "queue", "queue_size": 3, "max_bytes": 6000},
     "drop": {"staleness_policy": "drop", "max_bytes": 9000},
