@@ -240,14 +240,15 @@ def _derived(sweep: Sweep, values: Mapping[str, Any], base: RunConfig) -> dict[s
 
 
 def _reused(values: Mapping[str, Any], base: RunConfig, step: int) -> dict[str, Any]:
-    """A limiter that has every group trained as often as `replay.max_draws` allows.
+    """A limiter that has every group trained as often as `replay.max_draws` allows, unless one is
+    named: by the sweep, by --set or by the base; "none" is one.
 
     That key alone is a bound: rollouts that are quick fill the version window all the same, and
     most groups grow too old before their second step. The buffer of errors is twice the least that
     `limiter.deadlock` admits.
     """
     draws = int(values.get("replay.max_draws", base.replay.max_draws))
-    if draws == 1 or values.get("replay.limiter", base.replay.limiter) != "none":
+    if draws == 1 or "replay.limiter" in values or "limiter" in base.replay.model_fields_set:
         return {}
     return {
         "replay.limiter": "sample-to-insert",

@@ -80,6 +80,20 @@ def test_a_limiter_of_ones_own_stays_beside_draws(tmp_path: Path):
     assert {arm_config(sweep, arm).replay.limiter for arm in grid_arms(sweep)} == {"min-size"}
 
 
+@pytest.mark.parametrize("place", ["set", "grid", "command line", "base"])
+def test_no_limiter_is_a_limiter_of_ones_own(tmp_path: Path, place: str):
+    line = 'replay.limiter = "none"\n'
+    base = (CONFIGS / "stability.toml").read_text()
+    named = base.replace("[replay]\n", '[replay]\nlimiter = "none"\n')
+    (tmp_path / "base.toml").write_text(named if place == "base" else base)
+    text = 'name = "s"\nbase = "base.toml"\nmode = "bound"\n'
+    text += f"[set]\n{line}" if place == "set" else ""
+    text += "[[grid]]\ndraws = [2]\n" + (line if place == "grid" else "")
+    overrides = ["replay.limiter=none"] if place == "command line" else []
+    sweep = load_sweep(write(tmp_path, text), overrides)
+    assert [arm_config(sweep, arm).replay.limiter for arm in grid_arms(sweep)] == ["none"]
+
+
 def test_an_adaptive_base_is_no_matter_where_every_lag_is_exact(tmp_path: Path):
     (tmp_path / "base.toml").write_text('[replay]\nlookahead = "adaptive"\n')
     head = HEAD.replace(str(CONFIGS / "stability.toml"), "base.toml")
