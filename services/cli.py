@@ -26,6 +26,7 @@ from leeway.services.retriever_commands import retriever_app
 from leeway.services.soak.command import soak
 from leeway.services.status_command import status
 from leeway.services.sweep_commands import RunByDefault, sweep_app
+from leeway.services.timeline_command import timeline
 from leeway.services.train_command import train
 from leeway.services.trajectory_commands import trajectories_app
 from leeway.services.warmstart_command import warmstart
@@ -40,7 +41,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=CONTEXT,
 )
-for command in (train, learn, serve, api, rollout, status, export, doctor, soak, warmstart):
+for command in (
+    train, learn, serve, api, rollout, status, timeline, export, doctor, soak, warmstart
+):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(config_app, name="config")

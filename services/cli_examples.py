@@ -74,6 +74,10 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
             "a run elsewhere; LEEWAY_API_TOKEN holds its token",
         ),
     ),
+    "timeline": _of(
+        ("timeline runs/demo-1", "what a run did when, also while it goes on"),
+        ("timeline runs/demo-1 --out trace.json", "the same into a file of yours"),
+    ),
     "trajectories": _of(
         ("trajectories show runs/demo-1 --limit 3", "three trajectories, turn by turn"),
     ),

@@ -23,7 +23,7 @@ MAX_WIDTH: Final = 100
 
 PANELS: Final[Mapping[str, Sequence[str]]] = {
     "Train": ("train", "rollout", "learn", "serve", "api"),
-    "Look": ("status", "trajectories", "replay"),
+    "Look": ("status", "timeline", "trajectories", "replay"),
     "Judge": ("eval", "sweep", "bench", "soak"),
     "Prepare": ("doctor", "config", "retriever", "export", "warmstart"),
 }

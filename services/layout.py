@@ -11,7 +11,7 @@ runs/demo-20261127-143000/
 ├── summary.json     the final numbers; written last, so a run that has it has ended
 ├── report.html
 ├── wandb-id        what wandb knows the run by
-├── timeline.json   who waited, trained and published when, as a Chrome trace
+├── timeline.json   who waited, trained and published when, and what engines did: a Chrome trace
 ├── checkpoints/     model, optimizer and position, to resume from
 ├── model/           the final policy, Hugging Face format
 ├── redis/           append-only file of the embedded server

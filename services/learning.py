@@ -52,6 +52,7 @@ from leeway.services.processes.joining import JOINED, begin
 from leeway.services.records import Records
 from leeway.services.results import write_results
 from leeway.services.step_records import StepRecords
+from leeway.services.timeline import keep_timeline
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,8 @@ class LearnerProcess:
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
+            # Not in a thread: after an error one may not start any more.
+            keep_timeline(self._run)
             await self._metering.finish()
             await vigil.end()
             await self._replay.close()

@@ -50,7 +50,7 @@ async def write_results(run: RunDirectory, config: RunConfig, board: RunBoard) -
 def _write(run: RunDirectory, config: RunConfig, wall_s: float) -> None:
     from leeway.learner.checkpoint import latest
     from leeway.services.report import write_report
-    from leeway.services.timeline import write_timeline
+    from leeway.services.timeline import keep_timeline
 
     checkpoint = latest(run.checkpoints)
     if checkpoint is not None:
@@ -61,7 +61,7 @@ def _write(run: RunDirectory, config: RunConfig, wall_s: float) -> None:
     partial.write_text(encoded, encoding="utf-8")
     partial.replace(run.summary)
     write_report(run.root)
-    write_timeline(run)
+    keep_timeline(run)
 
 
 def show_results(run: RunDirectory, console: Console, json_output: bool) -> None:

@@ -106,6 +106,7 @@ class StepRecords:
                 name: sum(engine.get(of_engine, 0) for engine in engines)
                 for name, of_engine in ENGINE_TOTALS.items()
             },
+            "engine_requests_in_flight": sum(e.get("num_in_flight", 0) for e in engines),
             "num_ready": stats.num_ready,
             "num_slots": stats.num_slots,
             "num_leased": stats.num_leased,

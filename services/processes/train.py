@@ -42,6 +42,7 @@ from leeway.services.processes.members import Command, RedisMember
 from leeway.services.records import Records
 from leeway.services.results import show_results
 from leeway.services.supervision import ChildDied, how_it_ended
+from leeway.services.timeline import keep_timeline
 from leeway.services.watch import Watchdog, evidence_of, until_one_ends
 
 log = logging.getLogger(__name__)
@@ -268,6 +269,7 @@ class Training:
             await self._quietly(self._replay.pause_admission(True))
             await self._quietly(self._board.request_stop("the run is ending"))
         codes = await self._crew.stop("learner", "serve")
+        keep_timeline(self._run)  # a learner that was killed wrote none
         if self._redis is None or self._redis.is_running:
             await self._quietly(self._copy_records())
         await self._crew.stop("api")

@@ -119,6 +119,7 @@ def failing_rank(rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -
     process._config, process._run = MagicMock(), MagicMock()
     monkeypatch.setattr(learning, "tracing", MagicMock())
     monkeypatch.setattr(learning, "Records", lambda *_: SimpleNamespace(keep=AsyncMock()))
+    monkeypatch.setattr(learning, "keep_timeline", MagicMock())
     return process
 
 
@@ -140,6 +141,18 @@ async def test_a_stop_is_no_error_and_may_take_its_time(
     with pytest.raises(LearnerStopped):
         await process.run()
     assert deadlines == []
+
+
+@pytest.mark.usefixtures("deadlines")
+@pytest.mark.parametrize("error", [LearnerStopped("asked to"), MemoryError("no more")])
+async def test_a_run_keeps_its_timeline_however_it_ends(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+):
+    process, kept = failing_rank(0, error, monkeypatch), list[Any]()
+    monkeypatch.setattr(learning, "keep_timeline", kept.append)
+    with pytest.raises(type(error)):
+        await process.run()
+    assert kept == [process._run]
 
 
 async def test_a_learner_lives_while_a_slow_disk_takes_its_checkpoint(

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -120,6 +121,19 @@ def test_a_stop_that_may_have_lost_steps_is_no_success(
         return training._check_stopped(code)
     with pytest.raises(train.ChildDied, match="may lack a checkpoint"):
         training._check_stopped(code)
+
+
+async def test_a_learner_that_was_killed_leaves_a_timeline_all_the_same(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    run.metrics.write_text('{"step": 1, "time": 9.0, "wait_s": 1.0, "seconds": 2.0}\n')
+    training = train.Training(run.read_config(), run, json_output=True)
+    training._crew, training._replay, training._board = AsyncMock(), AsyncMock(), AsyncMock()
+    training._crew.has_finished = lambda _: False
+    training._crew.stop.return_value = {"learner": -9}
+    monkeypatch.setattr(training, "_copy_records", AsyncMock())
+    assert await training._end() == -9
+    assert "train step 1" in run.timeline.read_text()
 
 
 def test_weights_of_one_machine_travel_on_loopback(monkeypatch: pytest.MonkeyPatch):
