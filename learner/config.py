@@ -83,7 +83,7 @@ class LearnerConfig(FrozenModel):
     """How often the critic goes over each batch; None takes 1."""
     value_clip: float | None = Field(default=None, gt=0)
     """How far a value may move from the one at the start of the step before its loss is clipped;
-    None takes 0.2."""
+    None takes 0.2. Only with critic_epochs of at least 2: the first starts from that value."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of forward and backward. With bfloat16 the network computes with rounded weights;
     the weights that are trained, summed gradients and optimizer state are float32 always."""

@@ -202,6 +202,7 @@ def problems(config: LearnerConfig) -> Iterator[str]:
         return
     objective = _composed(config)
     yield from _contradictions(name, preset, objective)
+    yield from _never_off_policy(config, objective)
     under = f'under learner.objective = "{name}"'
     for key, reason in _idle(config, objective):
         yield f"learner.{key} does nothing {under}, {reason}; leave it out"
@@ -239,8 +240,36 @@ def _contradictions(name: str, preset: Objective, objective: Objective) -> Itera
         )
     if objective.correction != "none" and objective.old == "behaviour":
         yield (
-            f'learner.correction = "{objective.correction}" weighs by exp(proximal - behaviour), '
-            f'but the ratios of {where} are taken against behaviour; set learner.old = "proximal"'
+            f'learner.old = "behaviour" leaves learner.correction = "{objective.correction}" under '
+            f"{where} without a weight exp(proximal - behaviour); "
+            'set learner.old = "proximal", or learner.correction = "none"'
+        )
+
+
+def _never_off_policy(config: LearnerConfig, objective: Objective) -> Iterator[str]:
+    """One optimizer step from the policy that ratios are taken against: every ratio is 1.
+
+    The correction alone is left then, as in decoupled-grpo by itself.
+    """
+    if objective.old != "proximal" or config.num_minibatches > 1:
+        return
+    where = f'learner.objective = "{config.objective}"'
+    why = (
+        'with learner.old = "proximal" and learner.num_minibatches = 1, since every ratio is 1; '
+        "set learner.num_minibatches to at least 2"
+    )
+    if objective.ctn != "none":
+        also = ' and learner.correction = "truncate"' if objective.correction == "none" else ""
+        yield (
+            f'learner.ctn = "{objective.ctn}" never finds a clipped token under {where} {why}, '
+            f'learner.old = "behaviour", or learner.ctn = "none"{also}'
+        )
+    elif objective.surrogate == "second-moment":
+        yield f'{where} never masks a token {why}, or learner.old = "behaviour"'
+    elif objective.correction == "none" and objective.surrogate != "plain":
+        yield (
+            f'learner.correction = "none" leaves stale tokens uncorrected under {where} {why}, '
+            'learner.old = "behaviour", or learner.correction = "truncate"'
         )
 
 
@@ -273,6 +302,12 @@ def _idle(config: LearnerConfig, objective: Objective) -> Iterator[tuple[str, st
         "gae_lambda": (objective.needs_critic, "which has no critic"),
     }
     is_read |= dict.fromkeys(_CRITIC_KEYS, (objective.needs_critic, "which has no critic"))
+    if objective.needs_critic:
+        is_read["value_clip"] = (
+            (config.critic_epochs or 1) > 1,
+            "whose critic goes over each batch once, from the very values that the clip is around "
+            "(learner.critic_epochs of at least 2 would move them)",
+        )
     for key, (reads, reason) in is_read.items():
         if getattr(config, key) is not None and not reads:
             yield key, reason

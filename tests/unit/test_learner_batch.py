@@ -77,10 +77,10 @@ def test_a_reward_that_is_not_finite_is_refused_naming_the_trajectory() -> None:
 def test_a_reward_that_float32_does_not_bear_is_refused_naming_trajectory_and_turn(
     reward: float,
 ) -> None:
-    with pytest.raises(DataError, match="trajectory a: reward is .* larger than the 1e\\+18"):
+    with pytest.raises(DataError, match=r"trajectory a: reward is .* larger than the 1e\+18"):
         build_batch([group(trajectory("a", reward=reward), trajectory("b"))])
     of_turns = msgspec.structs.replace(trajectory("a"), turn_rewards=(1.0 - reward, reward))
-    with pytest.raises(DataError, match="trajectory a: turn 0: reward is .* larger than"):
+    with pytest.raises(DataError, match=r"trajectory a: turn 0: reward is .* larger than"):
         build_batch([group(of_turns)])
 
 

@@ -160,6 +160,9 @@ def test_an_unknown_objective_is_refused_with_the_names_that_exist() -> None:
         ("so-grpo", {"critic_learning_rate": 1e-3}),
         ("grpo", {"max_correction": 3.0}),
         ("rloo", {"old": "proximal"}),
+        ("ppo", {"value_clip": 0.2}),
+        ("so-ppo", {"value_clip": 0.2, "critic_epochs": 1}),
+        ("grpo", {"value_clip": 0.2}),
     ],
 )
 def test_an_override_that_would_do_nothing_is_refused(
@@ -178,6 +181,7 @@ def test_an_override_that_would_do_nothing_is_refused(
         ("rloo", {"ctn": "gradient"}, "triggered by the clip"),
         ("m2po", {"ctn": "penalty"}, "triggered by the clip"),
         ("grpo", {"correction": "mask"}, 'set learner.old = "proximal"'),
+        ("decoupled-grpo", {"old": "behaviour"}, 'or learner.correction = "none"'),
         ("tis", {"old": "proximal"}, "would undo"),
     ],
 )
@@ -187,6 +191,41 @@ def test_parts_that_contradict_each_other_are_refused(
     config = LearnerConfig.model_validate({"objective": objective} | override)
     with pytest.raises(ConfigurationError, match=sentence):
         resolve(config)
+
+
+ONE_STEP_FROM_PROXIMAL = [
+    ("so-grpo", {"old": "proximal"}, 'ctn = "gradient" never finds a clipped token'),
+    ("decoupled-grpo", {"ctn": "gradient"}, 'ctn = "gradient" never finds a clipped token'),
+    ("decoupled-ppo", {"ctn": "penalty"}, 'ctn = "penalty" never finds a clipped token'),
+    ("m2po", {"old": "proximal"}, 'learner.objective = "m2po" never masks a token'),
+    ("m2po", {"old": "proximal", "correction": "mask"}, "never masks a token"),
+    ("grpo", {"old": "proximal"}, 'correction = "none" leaves stale tokens uncorrected'),
+    ("decoupled-grpo", {"correction": "none"}, "leaves stale tokens uncorrected"),
+]
+
+
+@pytest.mark.parametrize(("objective", "override", "sentence"), ONE_STEP_FROM_PROXIMAL)
+def test_what_needs_ratios_is_refused_where_one_step_starts_from_the_policy_they_are_against(
+    objective: str, override: dict[str, str], sentence: str
+) -> None:
+    one = {"objective": objective} | override
+    with pytest.raises(ConfigurationError, match=f"{sentence}.*num_minibatches to at least 2"):
+        resolve(LearnerConfig.model_validate(one))
+    assert resolve(LearnerConfig.model_validate(one | {"num_minibatches": 2})).old == "proximal"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [{}, {"measure_ctn": True}, {"correction": "mask"}, {"old": "behaviour", "correction": "none"}],
+)
+def test_one_step_of_a_decoupled_objective_is_its_correction_and_stays(
+    override: dict[str, str | bool],
+) -> None:
+    resolve(LearnerConfig.model_validate({"objective": "decoupled-grpo"} | override))
+
+
+def test_a_value_clip_is_read_from_the_second_epoch_on() -> None:
+    resolve(LearnerConfig(objective="ppo", value_clip=0.1, critic_epochs=2))
 
 
 def test_configured_parts_replace_the_preset_s() -> None:
