@@ -170,10 +170,10 @@ def _print_arms(sweep: Sweep, folder: SweepFolder, as_json: bool) -> None:
     from leeway.services.experiments.sweep_arms import grid_arms, scan_arms
 
     grid = grid_arms(sweep)
-    scan = scan_arms(sweep, grid)
+    ended = folder.ended()
+    scan = scan_arms(sweep, grid, ended)
     folder.check(sweep.identity())
     check_writable(folder.root, "--out")
-    ended = {result.spec.name for result in folder.results()}
     if as_json:
         arms = [
             {"name": a.name, "is_scan": a.is_scan, "rate_from_scan": a.needs_rate, **a.values}

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -134,8 +134,13 @@ def _words(arm: Arm) -> str:
     return ", ".join(f"{key} {value}" for key, value in arm.axes.items())
 
 
-def scan_arms(sweep: Sweep, arms: list[Arm]) -> list[Arm]:
-    """At staleness 0, each objective that needs a rate, at each rate and seed of the scan."""
+def scan_arms(sweep: Sweep, arms: list[Arm], ended: Collection[str] = ()) -> list[Arm]:
+    """At staleness 0, each objective that needs a rate, at each rate and seed of the scan.
+
+    One that trains what an arm of the grid does has that arm's axes and name, so that it runs once:
+    draws = 1 is a word of the name, and changes nothing. One whose own name is among `ended` keeps
+    it, or a folder would lose the scan that it holds under such names.
+    """
     if sweep.file.scan is None:
         return []
     objectives = dict.fromkeys(arm.objective for arm in arms if arm.needs_rate)
@@ -144,8 +149,18 @@ def scan_arms(sweep: Sweep, arms: list[Arm]) -> list[Arm]:
         objectives, sweep.file.scan.learning_rate, sweep.file.scan.seed
     ):
         axes = {"objective": name, "staleness": 0, "seed": seed}
-        found.append(replace(_arm(sweep, axes).with_rate(rate), is_scan=True))
+        arm = _arm(sweep, axes).with_rate(rate)
+        if arm.name not in ended:
+            arm = _same_of_grid(arm, rate, arms)
+        found.append(replace(arm, is_scan=True))
     return found
+
+
+def _same_of_grid(arm: Arm, rate: float, grid: list[Arm]) -> Arm:
+    """The arm of the grid that is `arm` if the scan chooses `rate`; `arm` where there is none."""
+    beside = [one for one in grid if (one.objective, one.staleness) == (arm.objective, 0)]
+    settled = [one.with_rate(rate) if one.needs_rate else one for one in beside]
+    return next((one for one in settled if one.identity == arm.identity), arm)
 
 
 def _arm(sweep: Sweep, axes: dict[str, Any]) -> Arm:

@@ -155,6 +155,10 @@ class SweepFolder:
     def write_grid(self, rates: Mapping[str, float | None]) -> None:
         replace_text(self.grid, json.dumps(rates, indent=1))
 
+    def ended(self) -> set[str]:
+        """Names of the arms that have a result."""
+        return {path.parent.name for path in self.root.glob(f"arms/*/{RESULT}")}
+
     def results(self) -> list[ArmResult]:
         """Of every arm that has ended, by name."""
         folders = sorted(path.parent for path in self.root.glob(f"arms/*/{RESULT}"))

@@ -64,7 +64,7 @@ Say = Callable[[str], None]
 async def run_sweep(sweep: Sweep, folder: SweepFolder, limits: Limits, say: Say) -> SweepState:
     """Run what has not ended. Raises ConfigurationError before anything runs."""
     grid = grid_arms(sweep)
-    scan = scan_arms(sweep, grid)
+    scan = scan_arms(sweep, grid, folder.ended())
     folder.begin(sweep.identity())
     with folder.locked():
         if limits.retry_failed:

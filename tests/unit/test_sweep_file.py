@@ -1,6 +1,7 @@
 """A sweep file becomes arms, or one sentence that says what is wrong with it."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,32 @@ def test_a_key_at_its_value_in_the_base_makes_no_other_arm(tmp_path: Path):
         names.append({arm.with_rate(2e-4).name for arm in grid} & scan)
     # data.seed is 0 without the axis; at 1 the questions come in another order.
     assert [len(found) for found in names] == [1, 0]
+
+
+DRAWS = 'mode = "bound"\n' + SCAN + '[[grid]]\nobjective = ["grpo"]\nstaleness = [0]\n'
+
+
+@pytest.mark.parametrize("axis", ["draws = [1, 2]", "learning_rate = [2e-4]\nseed = [1]"])
+def test_an_arm_of_the_scan_has_the_name_of_the_one_of_the_grid_that_trains_the_same(
+    tmp_path: Path, axis: str
+):
+    # One that needs the scan's rate, so that there is a scan.
+    text = HEAD + DRAWS + axis + '\n[[grid]]\nobjective = ["grpo"]\nstaleness = [4]\n'
+    sweep = load_sweep(write(tmp_path, text))
+    grid = grid_arms(sweep)
+    settled = {arm.with_rate(2e-4).name for arm in grid}
+    scan = scan_arms(sweep, grid)
+    assert (len(scan), len(settled & {arm.name for arm in scan})) == (4, 1)
+    assert all(arm.is_scan for arm in scan)
+
+
+def test_an_arm_of_the_scan_that_ended_under_its_own_name_keeps_it(tmp_path: Path):
+    sweep = load_sweep(write(tmp_path, HEAD + DRAWS + "draws = [1]\n"))
+    grid = grid_arms(sweep)
+    # As without the grid's word for it.
+    own = [arm.name for arm in scan_arms(sweep, [replace(grid[0], staleness=4)])]
+    assert [arm.name for arm in scan_arms(sweep, grid, own)] == own
+    assert "draws1" not in own[0] and "draws1" in scan_arms(sweep, grid)[0].name
 
 
 def test_an_arm_that_two_grids_name_is_refused_also_by_a_default(tmp_path: Path):

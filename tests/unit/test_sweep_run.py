@@ -109,6 +109,18 @@ def test_the_scan_comes_first_and_the_grid_takes_its_rate(tmp_path: Path, use):
     assert fake.most == 2
 
 
+def test_a_run_of_the_scan_is_one_of_the_grid_where_an_axis_is_at_its_value_in_the_base(
+    tmp_path: Path, use
+):
+    fake = use(FakeLauncher(lambda spec: 0.9 if rate(spec) == 2e-4 else 0.5))
+    text = TEXT.replace("[scan]", 'mode = "bound"\n[scan]').replace("[0, 4]", "[0, 4]\ndraws = [1]")
+    state = run(tmp_path, text)
+    # Two of the scan, and the grid's four less the one that the scan has run.
+    assert (state.num_arms, state.num_ended, len(fake.started)) == (5, 5, 5)
+    cells = findings(SweepFolder(tmp_path / "out")).cells
+    assert [(cell.series, cell.scores) for cell in cells] == [("grpo · draws 1", [0.9, 0.9])] * 2
+
+
 def test_what_has_ended_is_not_run_again(tmp_path: Path, use):
     use(FakeLauncher(lambda spec: 0.5))
     run(tmp_path)
