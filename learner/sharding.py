@@ -119,17 +119,24 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in model.named_parameters():
         yield name, _full(parameter.detach())
-    saved = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in saved:
-            yield name, buffer.detach()
+    for name, buffer in _saved_buffers(model):
+        yield name, buffer.detach()
 
 
 def weight_manifest(model: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
-    """Names and shapes of `full_weights`, in its order, floats in `dtype`; nothing is gathered."""
+    """Names and shapes of `full_weights`, in its order, float parameters in `dtype`; nothing is
+    gathered.
+
+    Buffers keep their own dtype: who saves one in float32, such as the bias of a router, means it.
+    """
+    return describe(dict(model.named_parameters()), dtype) + describe(dict(_saved_buffers(model)))
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     saved = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return describe(dict(model.named_parameters()) | buffers, dtype)
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            yield name, buffer
 
 
 def _full(tensor: Tensor) -> Tensor:

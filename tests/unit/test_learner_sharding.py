@@ -21,10 +21,11 @@ from leeway.learner import checkpoint
 from leeway.learner.batch import PackedBatch, build_batch
 from leeway.learner.config import LearnerConfig
 from leeway.learner.model import Network, load_model
-from leeway.learner.sharding import Layout, full_weights, lay_out, settle
+from leeway.learner.sharding import Layout, full_weights, lay_out, settle, weight_manifest
 from leeway.learner.trainer import Trainer
 from leeway.learner.world import World
 from leeway.replay.errors import ConfigurationError
+from leeway.replay.flat_weights import pack
 from leeway.replay.schema import Group, GroupId, Trajectory, Turn
 
 torch.set_num_threads(1)
@@ -210,6 +211,23 @@ def test_what_is_published_has_the_names_of_the_model_and_no_tied_tensor_twice(
 ) -> None:
     names = [name for name in two_ranks.seen["after_two"] if not name.startswith("critic.")]
     assert names == [name for name, _ in tiny().named_parameters()]
+
+
+def test_saved_buffers_are_published_in_their_own_dtype_and_others_not_at_all() -> None:
+    model, bias = tiny(), torch.tensor([1.0, 1.0 + 2**-20])  # bfloat16 cannot tell them apart
+    block: Any = model.model.layers[0]
+    block.mlp.register_buffer("router_bias", bias)
+    block.mlp.register_buffer("num_seen", torch.tensor(2**40 + 1))
+    block.mlp.register_buffer("scratch", torch.zeros(2), persistent=False)
+    manifest = weight_manifest(model, torch.bfloat16)
+    prefix = "model.layers.0.mlp."
+    assert [spec.name for spec in manifest[-2:]] == [f"{prefix}router_bias", f"{prefix}num_seen"]
+    assert [spec.dtype for spec in manifest[-2:]] == ["float32", "int64"]
+    assert {spec.dtype for spec in manifest[:-2]} == {"bfloat16"}
+    sent = pack(full_weights(model), manifest)
+    views = sent.layout.views(sent.flat)
+    assert torch.equal(views[f"{prefix}router_bias"], bias)
+    assert int(views[f"{prefix}num_seen"]) == 2**40 + 1
 
 
 def test_one_rank_goes_on_from_a_checkpoint_of_two(
