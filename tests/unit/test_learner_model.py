@@ -5,15 +5,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from leeway.learner import head
 from leeway.learner.attention import use_packed_attention
 from leeway.learner.batch import MicroBatch, nothing
 from leeway.learner.head import Head, head_logprobs, head_loss
 from leeway.learner.model import Network, load_model
+from leeway.learner.sharding import full_weights, weight_manifest
 from leeway.replay.errors import ConfigurationError
+from tests.unit.test_learner_attention import MODELS, SHAPE, WINDOW
+
+LEARNER_PAGE = Path(__file__).parents[2] / "docs" / "learner.md"
 
 
 def tiny(tied: bool = True) -> LlamaForCausalLM:
@@ -149,3 +165,83 @@ def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="final_logit_softcapping"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_what_is_published_has_the_names_of_the_files(family: str, tmp_path: Path) -> None:
+    MODELS[family]().save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert {name for name, _ in full_weights(model)} == names
+    assert {spec.name for spec in weight_manifest(model, torch.bfloat16)} == names
+
+
+def test_files_in_several_pieces_and_a_tied_head_that_is_saved_twice_are_taken(
+    tmp_path: Path,
+) -> None:
+    tiny().save_pretrained(tmp_path / "pieces", max_shard_size="8KB")
+    assert (tmp_path / "pieces" / "model.safetensors.index.json").exists()
+    load_model(tmp_path / "pieces")
+    tiny().save_pretrained(tmp_path / "twice")
+    file = tmp_path / "twice" / "model.safetensors"
+    weights = load_file(file)
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": head}, file, {"format": "pt"})
+    load_model(tmp_path / "twice")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (
+            lambda: Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=16)
+            ),
+            r"model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight",
+        ),
+        (
+            lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)),
+            r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1\.weight",
+        ),
+    ],
+)
+def test_a_mixture_of_experts_is_refused_because_engines_would_refuse_its_weights(
+    model, name: str, tmp_path: Path
+) -> None:
+    model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"such as {name}.*train a dense model"):
+        load_model(tmp_path)
+
+
+def test_weights_that_the_files_lack_are_not_made_up(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"model\.norm\.weight"):
+        load_model(tmp_path)
+
+
+def test_a_model_that_reads_images_is_refused_and_its_language_model_is_taken_out_as_documented(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=SHAPE | WINDOW, vision_config=vision, mm_tokens_per_image=4)
+    )
+    whole.bfloat16().save_pretrained(tmp_path / "whole")
+    with pytest.raises(ConfigurationError, match=r"gemma3 .* reads more than text; save"):
+        load_model(tmp_path / "whole")
+    recipe = LEARNER_PAGE.read_text().split("```python\n")[1].split("```")[0]
+    recipe = recipe.replace('"gemma-3-4b-it"', repr(str(tmp_path / "whole")))
+    exec(recipe.replace('"gemma-3-4b-text"', repr(str(tmp_path / "text"))), {})
+    text, ids = load_model(tmp_path / "text"), torch.tensor([SIX])
+    # Of the same rounded weights; `.float()` would leave rounded frequencies in `whole`.
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    torch.testing.assert_close(text(input_ids=ids).logits, whole(input_ids=ids).logits)
+    use_packed_attention(text)
