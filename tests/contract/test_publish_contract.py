@@ -60,6 +60,33 @@ def gap(model: TinyModel, prompt_ids: list[int], completion: Completion) -> floa
     return max(abs(x - y) for x, y in zip(completion.logprobs, expected, strict=True))
 
 
+def beginning(completion: Completion, num_tokens: int) -> Completion:
+    """Its first tokens."""
+    return msgspec.structs.replace(
+        completion,
+        token_ids=completion.token_ids[:num_tokens],
+        logprobs=completion.logprobs[:num_tokens],
+    )
+
+
+def gap_behind_a_change(
+    old: TinyModel, new: TinyModel, prompt_ids: list[int], completion: Completion, num_old: int
+) -> float:
+    """Largest difference to what `new` says of its tokens, on the keys and values that `old` left.
+
+    What `old` sampled last is the first that `new` reads, so a boundary one token off shows.
+    """
+    read = prompt_ids + completion.token_ids
+    first = len(prompt_ids) + num_old - 1
+    with torch.no_grad():
+        kept = old.network(torch.tensor([read[:first]]), use_cache=True).past_key_values
+        rest = torch.tensor([read[first:-1]])
+        logits = new.network(rest, past_key_values=kept, use_cache=True).logits[0].float()
+    sampled = torch.tensor(completion.token_ids[num_old:])
+    expected = logits.log_softmax(-1).gather(1, sampled[:, None])[:, 0]
+    return float((expected - torch.tensor(completion.logprobs[num_old:])).abs().max())
+
+
 # --- what is in use -----------------------------------------------------------------------------
 
 
@@ -99,13 +126,11 @@ async def test_running_request_goes_on_across_a_publish_and_changes_version_once
     assert 0 < num_old < LONG_TOKENS
     assert (len(completion.token_ids), completion.finish) == (LONG_TOKENS, "length")
     assert completion.versions == [old] * num_old + [new] * (LONG_TOKENS - num_old)
-    before = msgspec.structs.replace(
-        completion,
-        token_ids=completion.token_ids[:num_old],
-        logprobs=completion.logprobs[:num_old],
-    )
-    assert gap(a, ids, before) < TOLERANCE
-    assert all(math.isfinite(lp) and lp <= 0 for lp in completion.logprobs)
+    assert gap(a, ids, beginning(completion, num_old)) < TOLERANCE
+    assert gap_behind_a_change(a, b, ids, completion, num_old) < TOLERANCE
+    # One token to either side is told apart.
+    assert gap(a, ids, beginning(completion, num_old + 1)) > TOLERANCE
+    assert gap_behind_a_change(a, b, ids, completion, num_old - 1) > TOLERANCE
 
 
 async def test_many_requests_at_once_go_on_across_a_publish(receiver):
