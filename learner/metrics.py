@@ -28,8 +28,8 @@ class PolicyMetrics(msgspec.Struct, frozen=True, kw_only=True):
     against (the same, unless the objective's `old` is proximal)."""
 
     clip_fraction_tokens: float
-    """Share of trained tokens outside the clip, on the side where it removes the gradient; under
-    cispo it bounds their weight."""
+    """Share of trained tokens outside the clip, on the side where it removes the gradient. Under
+    cispo it bounds their weight instead; what a dual clip removes is not counted."""
     clip_fraction_turns: float
     """Share of turns with at least one such token, among turns with trained tokens."""
     effective_sample_size: float
@@ -37,7 +37,12 @@ class PolicyMetrics(msgspec.Struct, frozen=True, kw_only=True):
     log_ratio_abs_mean: float
     log_ratio_abs_p95: float
     log_ratio_abs_max: float
-    """Of |d|, the token log-ratio to the sampler before clamping."""
+    """Of the absolute token log-ratio to the sampler, before clamping."""
+    log_ratio_old_abs_mean: float | None
+    log_ratio_old_abs_p95: float | None
+    log_ratio_old_abs_max: float | None
+    """Of |d|, the one to the policy that ratios are taken against; None where that is the
+    sampler."""
     kl_behaviour: float
     """Mean over trained tokens of k3, the estimate of KL(policy || sampler)."""
     kl_old: float
@@ -137,7 +142,9 @@ def policy_metrics(
     """From the log-probs that each token's optimizer step started from; an objective without ratio
     is measured by `token`."""
     batch, tokens = update.batch, update.tokens
-    gap_T = (lp_T - batch.behaviour_T).abs()
+    gap_T, gap_old_T = (lp_T - batch.behaviour_T).abs(), (lp_T - tokens.old_T).abs()
+    old_mean, old_p95, old_max = _size(gap_old_T) if objective.old == "proximal" else (None,) * 3
+    mean, p95, largest = _size(gap_T)
     d_T = log_ratio(lp_T, tokens.old_T)
     ratio: Ratio = "token" if objective.ratio == "none" else objective.ratio
     w_T = importance_ratio(ratio, d_T, tokens.segments).double()
@@ -153,9 +160,12 @@ def policy_metrics(
         clip_fraction_tokens=clipped_T.double().mean().item(),
         clip_fraction_turns=(has_clipped_K.sum() / has_tokens_K.sum()).item(),
         effective_sample_size=(w_T.sum() ** 2 / w_T.square().sum() / len(w_T)).item(),
-        log_ratio_abs_mean=gap_T.mean().item(),
-        log_ratio_abs_p95=float(np.quantile(gap_T.numpy(), 0.95)),
-        log_ratio_abs_max=gap_T.max().item(),
+        log_ratio_abs_mean=mean,
+        log_ratio_abs_p95=p95,
+        log_ratio_abs_max=largest,
+        log_ratio_old_abs_mean=old_mean,
+        log_ratio_old_abs_p95=old_p95,
+        log_ratio_old_abs_max=old_max,
         kl_behaviour=kl_k3(log_ratio(lp_T, batch.behaviour_T)).mean().item(),
         kl_old=kl_k3(d_T).mean().item(),
         correction_mean=correction_mean,
@@ -165,6 +175,11 @@ def policy_metrics(
         gap_mean=on_policy_E.mean().item() if len(on_policy_E) else None,
         gap_max=on_policy_E.max().item() if len(on_policy_E) else None,
     )
+
+
+def _size(gap_T: Tensor) -> tuple[float, float, float]:
+    """Mean, 95th percentile and largest."""
+    return gap_T.mean().item(), float(np.quantile(gap_T.numpy(), 0.95)), gap_T.max().item()
 
 
 def _correction(update: Update, objective: Objective) -> tuple[float | None, float | None]:

@@ -115,6 +115,8 @@ class StepRecords:
             "rollout_wait_share": snapshot.waits.rollouts_for_room,
         }
         drops = {f"dropped/{reason}": float(n) for reason, n in stats.dropped.items()}
+        for reason, by_turns in stats.dropped_turns.items():
+            drops[f"dropped_trajectories/{reason}"] = float(sum(by_turns.values()))
         return drops | {name: value for name, value in numbers.items() if value is not None}
 
     def _section(

@@ -241,7 +241,8 @@ def test_the_page_names_every_metric_of_a_step():
     parts = (StepMetrics, PolicyMetrics, DataMetrics, CriticMetrics)
     fields = {name for part in parts for name in part.__struct_fields__}
     flat = fields - {"policy", "data", "critic", "scores", "staleness_histogram"}
-    mappings = {"score/NAME", "staleness_histogram/K", "dropped/REASON", "wait_s/REASON"}
+    mappings = {"score/NAME", "staleness_histogram/K", "wait_s/REASON"}
+    mappings |= {"dropped/REASON", "dropped_trajectories/REASON"}
     expected = flat | mappings | set(ENGINE_TOTALS) | set(names_written_by_the_learner())
     assert column(METRICS, "`metrics.jsonl`") == expected
 

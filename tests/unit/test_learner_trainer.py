@@ -4,7 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leeway.learner.batch import PackedBatch, build_batch
+from leeway.learner import passes
+from leeway.learner.batch import MicroBatch, PackedBatch, build_batch, collate
 from leeway.learner.config import LearnerConfig
 from leeway.learner.errors import NonFiniteError
 from leeway.learner.objective.loss import batch_terms, loss
 from leeway.learner.objective.presets import PRESETS
+from leeway.learner.passes import Passes
 from leeway.learner.trainer import Trainer
 from leeway.learner.update import build_update
 from leeway.learner.world import World
@@ -234,6 +237,52 @@ def test_ctn_norm_is_the_norm_of_the_clipped_part_of_the_gradient(
     assert trainer.train_step(batch, 0).ctn_norm == pytest.approx(max(norms), rel=1e-6)
 
 
+def second_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int]]:
+    """Trajectories and positions that each pass for ||C|| will read."""
+    seen: list[tuple[list[int], int]] = []
+
+    def watched(batch: PackedBatch, rows: Sequence[int], wanted_T: Any = None) -> MicroBatch:
+        micro_batch = collate(batch, rows, wanted_T)
+        if wanted_T is not None:
+            seen.append((list(rows), micro_batch.num_tokens))
+        return micro_batch
+
+    monkeypatch.setattr(passes, "collate", watched)
+    return seen
+
+
+def test_a_step_that_clips_nothing_has_no_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure()
+    batch, trainer = random_batch(config), Trainer(tiny(), config)
+    batch.behaviour_T.copy_(trainer.measure(batch)[0])
+    seen = second_passes(monkeypatch)
+    monkeypatch.setattr(Passes, "backward_linear", lambda *_: pytest.fail("a second pass"))
+    assert trainer.train_step(batch, 0).ctn_norm == 0
+    assert seen == []
+
+
+def test_the_second_pass_reads_clipped_trajectories_up_to_their_last_clipped_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of twelve, one: the ratio of its first turn is e, that of its later turns 1."""
+    config = configure()
+    batch, trainer = random_batch(config), Trainer(tiny(), config)
+    batch.behaviour_T.copy_(trainer.measure(batch)[0])
+    a_T = build_update(batch, trainer.objective, 0).tokens.a_T
+    first_B = batch.offset_B1[:-1]
+    b = next(
+        b for b, t in enumerate(batch.trajectories) if a_T[first_B[b]] > 0 and len(t.turns) > 1
+    )
+    turn = batch.trajectories[b].turns[0]
+    batch.behaviour_T[first_B[b] : first_B[b] + turn.num_generated] -= 1
+    seen = second_passes(monkeypatch)
+    assert trainer.train_step(batch, 0).ctn_norm > 0
+    last = turn.start + turn.num_generated - 1
+    assert last < batch.lengths()[b]
+    # The tokens before the last clipped one predict it.
+    assert seen == [([b], last)]
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_loss_of_a_step_is_the_objective_of_the_whole_batch(name: str) -> None:
     """With a group of equal rewards, and tokens that M2PO masks."""
@@ -317,6 +366,34 @@ def test_a_second_minibatch_is_clipped_against_the_start_of_the_step() -> None:
     config = configure("decoupled-grpo", num_minibatches=2, learning_rate=1e-2)
     trainer = Trainer(tiny().double(), config)
     assert trainer.train_step(random_batch(config), 0).policy.kl_old > 1e-3
+
+
+def test_the_way_from_the_start_of_the_step_is_told_where_ratios_are_taken_against_it() -> None:
+    """The first minibatch stands at the start; the second has moved."""
+    config = configure("decoupled-grpo", num_minibatches=2, learning_rate=1e-2)
+    batch, trainer = random_batch(config), Trainer(tiny().double(), config)
+    start_T, _ = trainer.measure(batch)
+    later_T = torch.zeros_like(start_T)
+    backward = trainer._passes.backward
+
+    def noted(*arguments: Any) -> Any:
+        done = backward(*arguments)
+        later_T.add_(done.lp_T)
+        return done
+
+    trainer._passes.backward = noted  # pyright: ignore[reportAttributeAccessIssue]
+    policy = trainer.train_step(batch, 0).policy
+    moved = (later_T - start_T).abs().numpy()
+    assert policy.log_ratio_old_abs_mean == pytest.approx(moved.mean())
+    assert policy.log_ratio_old_abs_p95 == pytest.approx(np.quantile(moved, 0.95))
+    assert policy.log_ratio_old_abs_max == pytest.approx(moved.max())
+    assert 0 < moved.max() != pytest.approx(policy.log_ratio_abs_max)
+
+
+def test_the_way_from_the_sampler_is_told_once_where_ratios_are_taken_against_it() -> None:
+    config = configure("grpo")
+    told = Trainer(tiny(), config).train_step(random_batch(config), 0).as_dict()
+    assert "log_ratio_abs_p95" in told and "log_ratio_old_abs_p95" not in told
 
 
 def test_the_engine_gap_is_of_the_minibatch_that_the_version_itself_reads() -> None:

@@ -313,3 +313,30 @@ def test_a_nan_at_the_start_of_a_step_stops_it_before_any_weight_changes(
         trainer.train_step(two(), 0)
     after = [p for network in networks for p in network.parameters()]
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_fault_in_the_data_stops_a_step_of_two_minibatches_before_any_weight_changes() -> None:
+    batch = two()
+    batch.reward_B[1] = torch.inf
+    config = LearnerConfig(objective="reinforce", warmup_steps=0, num_minibatches=2)
+    trainer = Trainer(tiny(), config)
+    before = [p.clone() for p in trainer.parameters]
+    with pytest.raises(NonFiniteError, match=r"trajectory a, turn 0: advantage is -inf"):
+        trainer.train_step(batch, 0)
+    torch.testing.assert_close(trainer.parameters, before, rtol=0, atol=0)
+
+
+def test_a_weight_that_only_the_second_minibatch_meets_stops_its_own_optimizer_step() -> None:
+    config = LearnerConfig(objective="reinforce", warmup_steps=0, num_minibatches=2)
+    trainer = Trainer(tiny(), config)
+    trainer.model.base_model.get_parameter("embed_tokens.weight").data[30] = torch.nan
+    batch = two()
+    version = next(v for v in range(9) if minibatches(batch, v, 2) == ((0,), (1,)))
+    taken: list[list[torch.Tensor]] = []
+    trainer.optimizer.register_step_post_hook(
+        lambda *_: taken.append([p.clone() for p in trainer.parameters])
+    )
+    with pytest.raises(NonFiniteError, match=r"trajectory b, turn 0: .* is nan; this optimizer"):
+        trainer.train_step(batch, version)
+    assert len(taken) == 1
+    torch.testing.assert_close(trainer.parameters, taken[0], rtol=0, atol=0, equal_nan=True)
