@@ -33,6 +33,7 @@ import logging
 import os
 import time
 import uuid
+from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -98,7 +99,9 @@ class VllmPolicy:
         self._loaded = _loaded_shapes(model)
         self._config = config
         self._max_model_len = config.max_model_len
-        self._stages = stages(config, self._loaded)
+        staging = Staging.of(config, self._loaded)
+        log.info("%s", staging)
+        self._stages = staging.is_used
         self._logprobs = logprobs
         self._versions = versions
         self._version = version
@@ -483,37 +486,53 @@ def _dtype(config: PolicyConfig) -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def stages(config: PolicyConfig, loaded: dict[str, list[int]]) -> bool:
-    """Whether a version is received beside the one in use; `policy.staging` decides, or memory.
+@dataclass(frozen=True)
+class Staging:
+    """Whether a version is received beside the weights in use, and the bytes that it depends on."""
 
-    7B in bfloat16 on 80 GiB, of which the engine has 85 %: 14.2 GiB of weights and as much of
-    staging are 42 % of its 68 GiB, so `auto` stages. 32B would be 180 %: it is received in place.
-    """
-    if config.staging != "auto" or not torch.cuda.is_available():
-        return config.staging != "never"
-    weights = _num_bytes(config, loaded)
-    total = current_platform.get_device_total_memory()
-    budget = config.gpu_memory_utilization * total
-    needed = weights / config.tensor_parallel_size + weights
-    staged = needed <= STAGED_SHARE * budget
-    log.info(
-        "%s: weights of %.1f GiB and as much of staging on a device where the engine has %.1f GiB",
-        "a version is received beside the one in use"
-        if staged
-        else "weights are received in place",
-        weights / 2**30,
-        budget / 2**30,
-    )
-    return staged
+    setting: str
+    """`policy.staging`."""
+    is_used: bool
+    weight_bytes: int
+    """Of the weights in use, on each device."""
+    room_bytes: int
+    """That staging takes on each device, where it is used: a whole version."""
+    budget_bytes: int | None
+    """That `auto` gives to both; None on a CPU, where it always stages."""
+
+    @classmethod
+    def of(cls, config: PolicyConfig, loaded: dict[str, list[int]]) -> Staging:
+        """What the configuration says, or memory.
+
+        7B in bfloat16 on 80 GiB, of which the engine has 85 %: 14.2 GiB of weights and as much of
+        staging are 42 % of its 68 GiB, so `auto` stages. 32B would be 180 %: it is received in
+        place.
+        """
+        whole = _num_bytes(config, loaded)
+        weights, budget = whole // config.tensor_parallel_size, None
+        if torch.cuda.is_available():
+            total = current_platform.get_device_total_memory()
+            budget = int(STAGED_SHARE * config.gpu_memory_utilization * total)
+        fits = budget is None or weights + whole <= budget
+        is_used = fits if config.staging == "auto" else config.staging == "always"
+        return cls(config.staging, is_used, weights, whole, budget)
+
+    def __str__(self) -> str:
+        where = "beside the weights in use" if self.is_used else "straight into place"
+        bound = "no bound" if self.budget_bytes is None else f"a budget of {self.budget_bytes:,}"
+        return (
+            f'policy.staging = "{self.setting}": versions are received {where}; on each device '
+            f"{self.weight_bytes:,} bytes of weights, {self.room_bytes:,} of staging, {bound}"
+        )
 
 
 def _memory_share(model: Path, config: PolicyConfig) -> float:
     """What vLLM may fill with weights, keys and values: staging is left free."""
-    loaded = _loaded_shapes(model)
-    if not stages(config, loaded):
+    staging = Staging.of(config, _loaded_shapes(model))
+    if not staging.is_used:
         return config.gpu_memory_utilization
     total = current_platform.get_device_total_memory()
-    return max(0.05, config.gpu_memory_utilization - _num_bytes(config, loaded) / total)
+    return max(0.05, config.gpu_memory_utilization - staging.room_bytes / total)
 
 
 def _num_bytes(config: PolicyConfig, loaded: dict[str, list[int]]) -> int:

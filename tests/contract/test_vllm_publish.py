@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from leeway.actors.config import PolicyConfig
 from leeway.actors.failures import EngineError
@@ -333,10 +334,65 @@ async def test_tokens_that_were_sampled_in_vain_are_counted(tmp_path, monkeypatc
 async def test_memory_decides_whether_a_version_is_staged(monkeypatch, billions, staging, staged):
     # 85 % of 80 GB are 68, of which weights and staging may have 60 %, 40.8: 7B in bfloat16 are
     # twice 14 GB, 32B twice 64.
+    from leeway.actors.vllm_policy import Staging
+
+    be_a_gpu(monkeypatch, 80 * 10**9)
+    config = PolicyConfig.model_validate({"staging": staging})
+    assert Staging.of(config, {"w": [billions, 10**9]}).is_used is staged
+
+
+async def test_ranks_of_an_engine_share_the_weights_in_use_and_each_stages_all_of_them(monkeypatch):
+    # 20B in bfloat16: 10 GB of weights and 40 of staging on each of four, more than 40.8; of 16B,
+    # 8 and 32 are not.
+    from leeway.actors.vllm_policy import Staging
+
+    be_a_gpu(monkeypatch, 80 * 10**9)
+    config = PolicyConfig.model_validate({"tensor_parallel_size": 4})
+    assert not Staging.of(config, {"w": [20, 10**9]}).is_used
+    found = Staging.of(config, {"w": [16, 10**9]})
+    assert (found.is_used, found.weight_bytes, found.room_bytes) == (True, 8 * 10**9, 32 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("setting", "room", "where"),
+    [
+        ("always", 0, "beside the weights in use"),
+        ("never", 10**6, "straight into place"),
+        ("auto", 10**6, "beside the weights in use"),
+        ("auto", 40, "straight into place"),
+    ],
+)
+async def test_the_log_says_once_where_versions_are_received_and_why(
+    tmp_path, caplog, monkeypatch, setting, room, where
+):
+    """A GPU of `room` bytes: 85 % of 10**6 and 60 % of that are 510,000, of 40 they are 20."""
+    save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    be_a_gpu(monkeypatch, room)
+    caplog.set_level("INFO", "leeway.actors.vllm_policy")
+    build(tmp_path, setting)
+    budget = {0: "0", 10**6: "510,000", 40: "20"}[room]
+    assert caplog.messages == [
+        f'policy.staging = "{setting}": versions are received {where}; on each device '
+        f"12 bytes of weights, 12 of staging, a budget of {budget}"
+    ]
+
+
+@pytest.mark.parametrize("setting", ["always", "never", "auto"])
+async def test_on_a_cpu_the_log_says_it_too_and_nothing_bounds_staging(tmp_path, caplog, setting):
+    save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    caplog.set_level("INFO", "leeway.actors.vllm_policy")
+    build(tmp_path, setting)
+    [message] = caplog.messages
+    assert message.startswith(f'policy.staging = "{setting}": ')
+    assert message.endswith("on each device 24 bytes of weights, 24 of staging, no bound")
+
+
+def be_a_gpu(monkeypatch: pytest.MonkeyPatch, total_bytes: int) -> None:
+    """Let vLLM find one of `total_bytes`."""
     from leeway.actors import vllm_policy
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    platform = type("Platform", (), {"get_device_total_memory": staticmethod(lambda: 80 * 10**9)})
+    platform = Mock()
+    platform.get_device_total_memory.return_value = total_bytes
+    platform.get_device_uuid.return_value = "GPU-0"
     monkeypatch.setattr(vllm_policy, "current_platform", platform)
-    config = PolicyConfig.model_validate({"staging": staging})
-    assert vllm_policy.stages(config, {"w": [billions, 10**9]}) is staged
