@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.model_executor.model_loader.reload import (
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 VERIFY_TURNS = 16
 """After each publish one in so many tensors is compared. To look at all would take the interpreter
 from the engine for longer than the publish itself."""
+SEEN_ROWS = 4
+"""Of each tensor that was received in place, so many rows are compared with what is in use."""
 SWITCH_S = 0.0005
 """A thread of the engine's process may keep the interpreter for so long while the engine wants it;
 Python's own 5 ms, several times a step, would be felt."""
@@ -219,8 +221,12 @@ class EngineWeights:
         initialize_layerwise_reload(self._model)
         self._model.load_weights(iter(received.items()))
         self.finish_reload()
+        self.check_in_use(sent_of(received))
+
+    def check_in_use(self, sent: Mapping[str, Sent]) -> None:
+        """Of an engine with one rank; others hold shards, which are not told apart here."""
         if self._is_whole:
-            check_in_use(self._model, received)
+            check_in_use(self._model, sent)
 
     def begin_reload(self) -> None:
         """The engine's own way, in pieces."""
@@ -258,10 +264,14 @@ class EngineWeights:
 
 
 class _InPlaceReload:
-    """The engine's own reload, fed as the weights come."""
+    """The engine's own reload, fed as the weights come.
+
+    There is no room to keep them, so only the first rows of each are compared in the end.
+    """
 
     def __init__(self, weights: EngineWeights) -> None:
         self._weights = weights
+        self._sent: dict[str, Sent] = {}
 
     def begin(self) -> None:
         """See InPlace."""
@@ -270,10 +280,28 @@ class _InPlaceReload:
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See InPlace."""
         self._weights.load(tensors)
+        for name, (rows, num_rows) in sent_of(tensors).items():
+            self._sent[name] = Sent(rows[:SEEN_ROWS].clone(), num_rows)
 
     def end(self) -> None:
         """See InPlace."""
         self._weights.finish_reload()
+        self._weights.check_in_use(self._sent)
+
+
+class Sent(NamedTuple):
+    """Of a weight that was sent, what is compared with what the engine computes with."""
+
+    rows: torch.Tensor
+    """The first ones, or all."""
+    num_rows: int
+    """That it has."""
+
+
+def sent_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sent]:
+    """All rows of the weights among them; biases and buffers are not compared."""
+    weights = ((n, t) for n, t in tensors.items() if n.endswith(".weight"))
+    return {name: Sent(tensor, len(tensor)) for name, tensor in weights}
 
 
 def _rebind_tied_head(model: Any, device: torch.device) -> None:
@@ -288,50 +316,52 @@ def _rebind_tied_head(model: Any, device: torch.device) -> None:
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def check_in_use(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> None:
-    """Raise TransferError unless what the engine will compute with is what was staged.
+def check_in_use(model: torch.nn.Module, sent: Mapping[str, Sent]) -> None:
+    """Raise TransferError unless what the engine will compute with is what was sent.
 
     Plain weights are compared bit for bit. CPU builds keep packed weights inside closures that
-    cannot be read back, so those are probed: their output for a fixed input must equal the staged
-    weights'.
+    cannot be read back, so those are probed: their output for a fixed input must equal that of the
+    weights that were sent.
     """
     packed = getattr(model, "packed_modules_mapping", {})
-    unseen = set(staged)
+    unseen = set(sent)
     for path, module in model.named_modules():
-        expected, names = _expected_weight(path, packed, staged)
-        if expected is None:
-            continue
-        unseen -= names
-        if not _uses(module, expected):
-            raise TransferError(f"{path} does not use the weights that were sent for it")
-    left = {name for name in unseen if name.endswith(".weight")}
-    if left:
-        raise TransferError(f"the engine has no place for {sorted(left)[0]}")
+        names = _names_of(path, packed, sent)
+        unseen -= set(names)
+        start = 0
+        for name in names:
+            if not _uses(module, start, sent[name].rows):
+                raise TransferError(f"{path} does not use the weights that were sent for it")
+            start += sent[name].num_rows
+    if unseen:
+        raise TransferError(f"the engine has no place for {min(unseen)}")
 
 
-def _expected_weight(
-    path: str, packed: Mapping[str, list[str]], staged: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor | None, set[str]]:
+def _names_of(path: str, packed: Mapping[str, list[str]], sent: Mapping[str, Sent]) -> list[str]:
+    """Of what makes up a module's weight, in the order of its rows; empty if it has none.
+
+    qkv_proj -> q_proj.weight, k_proj.weight, v_proj.weight.
+    """
     parent, _, leaf = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     names = [f"{prefix}{part}.weight" for part in packed.get(leaf, [leaf])]
-    if path == "lm_head" and names[0] not in staged:
+    if path == "lm_head" and names[0] not in sent:
         names = ["model.embed_tokens.weight"]
-    if not all(name in staged for name in names):
-        return None, set()
-    return torch.cat([staged[name] for name in names]), set(names)
+    return names if all(name in sent for name in names) else []
 
 
-def _uses(module: torch.nn.Module, expected: torch.Tensor) -> bool:
+def _uses(module: torch.nn.Module, start: int, expected: torch.Tensor) -> bool:
+    """Whether the rows of its weight from `start` on are `expected`."""
+    stop = start + len(expected)
     cpu_linear = getattr(module, "cpu_linear", None)
     weight: Any = getattr(module, "weight", None)
     if cpu_linear is not None:
-        generator = torch.Generator().manual_seed(expected.shape[0])
+        generator = torch.Generator().manual_seed(stop)
         probe = torch.randn(4, expected.shape[1], generator=generator).to(expected.dtype)
-        got = cpu_linear(probe, weight, None)[:, : expected.shape[0]].float()
+        got = cpu_linear(probe, weight, None)[:, start:stop].float()
         want = probe.float() @ expected.float().T
         tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
         return bool(((got - want).norm() <= tolerance * want.norm()).item())
-    if weight is None or weight.numel() < expected.numel():
+    if weight is None or len(weight) < stop:
         return False
-    return torch.equal(weight[: expected.shape[0]], expected.to(weight.dtype))
+    return torch.equal(weight[start:stop], expected.to(weight.dtype))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import string
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -322,6 +323,62 @@ async def test_tokens_that_were_sampled_in_vain_are_counted(tmp_path, monkeypatc
     request = CompletionRequest(request_id="r", prompt_ids=[1], max_tokens=2)
     completion = await policy.complete(request)
     assert (completion.versions, completion.num_discarded) == ([held, held], 5)
+
+
+# --- what comes in place is compared in the end -------------------------------------------------
+
+
+class FusedEngine(torch.nn.Module):
+    """A worker's model of two matrices and a norm, in which `lost` is not loaded."""
+
+    packed_modules_mapping: ClassVar = {"kv_proj": ["k_proj", "v_proj"]}
+
+    def __init__(self, lost: str) -> None:
+        super().__init__()
+        self.kv_proj, self.norm = torch.nn.Linear(3, 16), torch.nn.LayerNorm(3)
+        self._lost = lost
+        parts = self.kv_proj.weight.detach().split([6, 10])
+        self._places = {"k_proj.weight": parts[0], "v_proj.weight": parts[1]}
+        self._places |= {"norm.weight": self.norm.weight.detach()}
+
+    def load_weights(self, tensors: Any) -> None:
+        for name, tensor in tensors:
+            if name in self._places.keys() - {self._lost}:
+                self._places[name].copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("lost", "problem"),
+    [
+        ("", None),
+        ("k_proj.weight", "kv_proj does not use the weights that were sent"),
+        ("v_proj.weight", "kv_proj does not use the weights that were sent"),
+        ("norm.weight", "norm does not use the weights that were sent"),
+        ("gate.weight", "the engine has no place for gate.weight"),
+    ],
+)
+async def test_weights_received_in_place_that_are_not_in_use_are_an_error(
+    monkeypatch, lost, problem
+):
+    from leeway.actors import vllm_worker
+
+    monkeypatch.setattr(vllm_worker, "initialize_layerwise_reload", Mock())
+    monkeypatch.setattr(vllm_worker, "finalize_layerwise_reload", Mock())
+    monkeypatch.setattr(vllm_worker.sys, "setswitchinterval", Mock())
+    config = Mock()
+    config.parallel_config.world_size = 1
+    engine = FusedEngine(lost)
+    weights = vllm_worker.EngineWeights(engine, config, torch.device("cpu"), rank=0)
+    reload = vllm_worker._InPlaceReload(weights)
+    reload.begin()
+    buffer = torch.rand(10, 3)  # one for all pieces
+    reload.take({"v_proj.weight": buffer, "num_seen": torch.tensor(7)})
+    reload.take({"k_proj.weight": buffer[:6].uniform_(), "norm.weight": torch.rand(3)})
+    if lost == "gate.weight":
+        reload.take({lost: torch.rand(2, 3)})
+    outcome = nullcontext() if problem is None else pytest.raises(TransferError, match=problem)
+    with outcome:
+        reload.end()
 
 
 # --- whether a version is staged ----------------------------------------------------------------
