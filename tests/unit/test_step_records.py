@@ -68,3 +68,20 @@ def test_groups_and_trajectories_dropped_are_told_by_reason(tmp_path: Path) -> N
         "dropped/overdue": 2,
         "dropped_trajectories/overdue": 5,
     }
+
+
+async def test_groups_and_trajectories_dropped_are_told_by_reason():
+    """Two of one turn and three of four make five; the first group never reached the buffer."""
+    board: Any = SimpleNamespace(get_all=AsyncMock(return_value={}))
+    stats = msgspec.structs.replace(
+        await MemoryReplay(ReplayConfig()).stats(),
+        dropped={"timeout": 1, "overdue": 2},
+        dropped_turns={"overdue": {1: 2, 4: 3}},
+    )
+    replay: Any = SimpleNamespace(stats=AsyncMock(return_value=stats))
+    line = await StepRecords(MagicMock(), board, replay, MagicMock(), 0)._surroundings()
+    assert {name: n for name, n in line.items() if name.startswith("dropped")} == {
+        "dropped/timeout": 1,
+        "dropped/overdue": 2,
+        "dropped_trajectories/overdue": 5,
+    }
