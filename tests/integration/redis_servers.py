@@ -6,6 +6,7 @@ Each ends with its `with` block; only processes that were started here are ended
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import functools
 import random
@@ -20,6 +21,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.retry import Retry
 
 from leeway.replay.connection import Link
@@ -28,6 +30,8 @@ from leeway.replay.server import find_server_binary
 START_TIMEOUT_S = 20.0
 PREFIX = "leeway:{run}:"
 KEY = f"{PREFIX}key"
+BOUNDS = (0, 5461, 10923, 16384)
+"""Node n of a cluster of three holds the slots from BOUNDS[n] on, up to BOUNDS[n + 1]."""
 SCRIPTS = {
     "put": 'redis.call("SET", key.text, arg.text)\nreturn redis.call("GET", key.text)',
     "get": 'return redis.call("GET", key.text)',
@@ -113,10 +117,9 @@ def cluster(home: Path) -> Iterator[list[Server]]:
             )
             for _ in range(3)
         ]
-        bounds = (0, 5461, 10923, 16384)
         for number, node in enumerate(nodes):
             node.command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            node.command("CLUSTER", "ADDSLOTS", *range(bounds[number], bounds[number + 1]))
+            node.command("CLUSTER", "ADDSLOTS", *range(BOUNDS[number], BOUNDS[number + 1]))
             node.command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
         for node in nodes:
             wait_until(lambda node=node: _is_whole(node), f"the cluster at port {node.port}")
@@ -178,6 +181,11 @@ async def linked(url: str, retry_s: float = 20.0) -> AsyncIterator[Link]:
 
 def cluster_url(nodes: list[Server]) -> str:
     return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+
+
+def node_of(key: str) -> int:
+    """Which node of a cluster holds the key, by its hash tag."""
+    return bisect.bisect_right(BOUNDS, key_slot(key.encode())) - 1
 
 
 def write_scripts(folder: Path) -> None:

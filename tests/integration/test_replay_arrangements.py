@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import ssl
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 from leeway.replay.board import EngineRecord, PolicyBoard, RunBoard
 from leeway.replay.connection import ScriptSet, check_url
 from leeway.replay.errors import ConfigurationError, StoreUnavailable
+from leeway.replay.keys import replay_prefix
 from leeway.replay.redis_acl import user_line
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.wakeups import Wakeups
 from tests.integration import redis_servers
-from tests.integration.redis_servers import KEY, PREFIX, Proxy, Server, cluster_url, linked
+from tests.integration.buffer_life import live
+from tests.integration.redis_servers import KEY, PREFIX, Proxy, Server, cluster_url, linked, node_of
 
 PASSWORD = "a-password-of-the-tests"
 
@@ -60,6 +63,23 @@ async def test_a_socket_with_a_password(tmp_path, scripts):
             assert await ScriptSet(link, PREFIX).run("put", text="x") == b"x"
         with pytest.raises(ConfigurationError, match="refuses the user or password"):
             check_url(f"unix://{server.socket_path}")
+
+
+async def test_a_buffer_lives_behind_a_socket_with_a_password(tmp_path):
+    with redis_servers.running(tmp_path, password="a/b@c") as server:
+        await live(f"unix://:a%2Fb%40c@{server.socket_path}?db=3")
+        assert int(server.command("DBSIZE")) == 0, "all of it lies in database 3"
+
+
+async def test_a_buffer_lives_with_a_password(tmp_path):
+    with redis_servers.running(tmp_path, password="secret") as server:
+        await live(server.url)
+        with pytest.raises(ConfigurationError, match="refuses the user or password"):
+            await live(server.url.replace("secret", "wrong"))
+
+
+async def test_a_buffer_lives_with_the_rights_of_the_rule(limited_url: str):
+    await live(limited_url)
 
 
 async def test_the_boards_need_no_more_than_the_rule(limited_url: str):
@@ -118,6 +138,16 @@ async def test_tls_trusts_the_named_authority_only(server, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+async def test_a_buffer_lives_behind_tls(server, tmp_path):
+    file, key = redis_servers.certificate(tmp_path, "ours")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(file, key)
+    async with Proxy(server.port).open(tls) as proxy:
+        await live(f"rediss://127.0.0.1:{proxy.port}/0?ssl_ca_certs={file}")
+        assert proxy.num_connections > 1
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
 async def test_a_server_may_ask_for_the_client_s_certificate(server, tmp_path):
     (file, key), (mine, my_key) = (
         redis_servers.certificate(tmp_path, name) for name in ("its", "mine")
@@ -157,6 +187,20 @@ async def test_sentinel_leads_to_the_master_and_to_the_one_after_it(tmp_path, sc
         assert second.command("GET", KEY) == b"second"
 
 
+async def test_a_buffer_behind_sentinel_outlives_its_master(tmp_path):
+    with redis_servers.sentinel(tmp_path, "main", "secret") as (first, second, watcher):
+        place = f"redis+sentinel://:secret@127.0.0.1:{watcher.port}"
+        url = f"{place}/main/0?sentinel_password=secret"
+
+        async def lose_the_master() -> None:
+            async with linked(url) as link:  # what the replica has not, nobody gives back
+                await link.execute(("SET", KEY, "x"), ("WAIT", 1, 5000))
+            first.kill()
+
+        await live(url, lose_the_master)
+        assert int(second.command("DBSIZE")) > 1
+
+
 async def test_a_cluster_runs_each_call_where_its_keys_lie(cluster, scripts):
     url = cluster_url(cluster)
     await asyncio.to_thread(check_url, url)
@@ -187,6 +231,14 @@ async def test_a_limited_user_of_a_cluster_may_ask_for_slots_and_commands_too(cl
     async with linked(url) as link:
         assert await ScriptSet(link, PREFIX).run("put", text="x") == b"x"
         assert await link.call(lambda: link.client.xread({f"{PREFIX}none": "0"}, block=1)) == []
+
+
+async def test_a_buffer_lives_with_the_rights_of_the_rule_on_a_cluster(cluster):
+    for node in cluster:
+        set_user(node, is_cluster=True)
+    url = cluster_url(cluster).replace("://", f"://leeway:{PASSWORD}@")
+    for run in _one_run_a_node():
+        await live(url, run=run)
 
 
 async def test_a_cluster_may_be_reached_by_a_node_that_lives(cluster):
@@ -242,6 +294,15 @@ async def use_boards(url: str) -> None:
     assert await policies.engines() == []
     await run.close()
     await policies.close()
+
+
+def _one_run_a_node() -> list[str]:
+    """Names of three runs, each of which another node holds."""
+    of_node = dict[int, str]()
+    while len(of_node) < 3:
+        name = f"life-{uuid.uuid4().hex}"
+        of_node[node_of(replay_prefix(name))] = name
+    return list(of_node.values())
 
 
 def _holds(node: Server, key: str) -> bool:

@@ -1,10 +1,8 @@
-"""A buffer in shards: its rules on tables in memory, its keys on a Redis Cluster of three nodes."""
+"""A buffer in shards: its rules, on tables in memory. test_replay_cluster.py is on a cluster."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -13,11 +11,9 @@ from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import LeaseExpired, WaitTimeout
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.schema import PolicyVersion
-from leeway.replay.sharded_store import ShardedReplay, connect_replay
+from leeway.replay.sharded_store import ShardedReplay
 from leeway.replay.store import Lease, Replay, Slot
 from leeway.replay.synthetic import build_group
-
-from . import redis_servers
 
 CONFIG = ReplayConfig(groups_per_step=4, max_staleness=1, num_shards=2, max_groups=64)
 SOON_S = 0.05
@@ -179,34 +175,3 @@ async def test_acknowledging_twice_is_harmless_and_a_foreign_lease_is_refused():
     other, _ = on_memory()
     with pytest.raises(LeaseExpired):
         await other.acknowledge(lease, v(1))
-
-
-async def test_shards_of_a_run_lie_on_several_nodes_of_a_cluster(tmp_path: Path):
-    config = ReplayConfig(groups_per_step=6, max_staleness=1, num_shards=6, max_groups=96)
-    with redis_servers.cluster(tmp_path) as nodes:
-        url = f"redis+cluster://127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
-        replay = connect_replay(url, f"test-{uuid.uuid4().hex}", config)
-        try:
-            await asyncio.wait_for(_three_steps(replay), 60)
-            used = [int(node.command("DBSIZE")) for node in nodes]
-            assert sum(used) > 6 and sum(n > 0 for n in used) >= 2
-        finally:
-            await replay.close()
-
-
-async def _three_steps(replay: Replay) -> None:
-    for version in range(3):
-        await fill(replay, 6, version)
-        learner = asyncio.create_task(replay.draw(AMPLE_S))
-        lease = await learner
-        assert len({group.group_id for group in lease.groups}) == 6
-        await replay.acknowledge(lease, v(version + 1))
-    # A wait on a cluster wakes by an add on another node than the one first asked.
-    waiting = asyncio.create_task(replay.draw(AMPLE_S))
-    await asyncio.sleep(0.2)
-    await fill(replay, 6, 3)
-    lease = await waiting
-    await replay.release(lease)
-    stats = await replay.stats()
-    assert (stats.num_trained, stats.num_ready, stats.learner_version) == (18, 6, 3)
-    assert await replay.restore_version(v(2)) == 6
