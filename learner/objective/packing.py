@@ -54,27 +54,55 @@ def _refuse(turn_of_BL: Tensor, is_bad_BL: Tensor, what: str) -> None:
 
 
 def check_tokens(lp_T: Tensor, tokens: Tokens) -> None:
-    """Raise DataError, naming trajectory and turn, unless lengths agree and all is finite."""
+    """Raise DataError unless lengths agree, turns and trajectories stand in order and within their
+    number, and all is finite; it names trajectory and turn where there is one."""
     segments = tokens.segments
     columns = {
         "log-prob": lp_T,
         "old log-prob": tokens.old_T,
         "advantage": tokens.a_T,
-        "weight": tokens.term_weight_T,
+        "weight": tokens.weight_T,
         "turn": segments.turn_of_T,
         "trajectory": segments.trajectory_of_T,
     }
+    if tokens.correction_T is not None:
+        columns["correction"] = tokens.correction_T
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise DataError(f"lengths disagree: {said}")
     if len(lp_T) == 0:
         raise DataError("the batch holds no trained token; nothing can be learned from it")
+    _check_order(segments)
     for name, column in columns.items():
         bad = (~torch.isfinite(column)).nonzero()
         if len(bad):
             t = int(bad[0])
             raise DataError(f"{_place(segments, t)}: {name} is {column[t].item()}")
+
+
+def _check_order(segments: Segments) -> None:
+    """Advantages and turn means are of neighbours, so a segment must not go on behind another."""
+    turn_of_T, trajectory_of_T = segments.turn_of_T, segments.trajectory_of_T
+    for name, of_T, number in (
+        ("trajectory", trajectory_of_T, segments.num_trajectories),
+        ("turn", turn_of_T, segments.num_turns),
+    ):
+        for t in ((of_T < 0) | (of_T >= number)).nonzero()[:1, 0].tolist():
+            raise DataError(
+                f"token {t}: {name} {int(of_T[t])} is none of the {number} that are counted from 0"
+            )
+        for t in (of_T[1:] < of_T[:-1]).nonzero()[:1, 0].tolist():
+            raise DataError(
+                f"token {t + 1}: {name} {int(of_T[t + 1])} stands behind {name} {int(of_T[t])}; "
+                "their numbers must not fall"
+            )
+    is_shared_T = (turn_of_T[1:] == turn_of_T[:-1]) & (trajectory_of_T[1:] != trajectory_of_T[:-1])
+    for t in is_shared_T.nonzero()[:1, 0].tolist():
+        raise DataError(
+            f"turn {int(turn_of_T[t])} has tokens of trajectories {int(trajectory_of_T[t])} and "
+            f"{int(trajectory_of_T[t + 1])}; turns are numbered over the whole batch"
+        )
 
 
 def _place(segments: Segments, t: int) -> str:

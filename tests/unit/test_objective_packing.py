@@ -1,5 +1,7 @@
 """Padded rows become packed tokens, and what cannot be packed is refused by name."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -42,9 +44,13 @@ def test_turn_ids_that_make_no_sense_are_refused(
         pack(torch.tensor(turns), torch.tensor(trained))
 
 
-def tokens(**changes: torch.Tensor) -> Tokens:
-    """Turns of [[1 token, 1 token], [1 token, 1 token]]."""
-    segments = Segments(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1]), 4, 2)
+def tokens(
+    turns: Sequence[int] = (0, 1, 2, 3),
+    trajectories: Sequence[int] = (0, 0, 1, 1),
+    **changes: torch.Tensor,
+) -> Tokens:
+    """Turns of [[1 token, 1 token], [1 token, 1 token]], of which there are 4 and 2."""
+    segments = Segments(torch.tensor(turns), torch.tensor(trajectories), 4, 2)
     columns = {"old_T": torch.zeros(4), "a_T": torch.ones(4), "weight_T": torch.ones(4)}
     return Tokens(**(columns | changes), segments=segments)
 
@@ -54,7 +60,13 @@ def test_sound_tokens_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("old_T", "old log-prob"), ("a_T", "advantage"), ("weight_T", "weight")]
+    ("name", "said"),
+    [
+        ("old_T", "old log-prob"),
+        ("a_T", "advantage"),
+        ("weight_T", "weight"),
+        ("correction_T", "correction"),
+    ],
 )
 def test_a_number_that_is_not_finite_is_refused_naming_trajectory_and_turn(
     name: str, said: str
@@ -67,3 +79,28 @@ def test_a_number_that_is_not_finite_is_refused_naming_trajectory_and_turn(
 def test_lengths_that_disagree_are_refused() -> None:
     with pytest.raises(DataError, match=r"lengths disagree: log-prob 2, old log-prob 4"):
         check_tokens(torch.zeros(2), tokens())
+    with pytest.raises(DataError, match=r"lengths disagree: .* trajectory 4, correction 3"):
+        check_tokens(torch.zeros(4), tokens(correction_T=torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("turns", "trajectories", "sentence"),
+    [
+        ([0, 1, 3, 2], [0, 0, 1, 1], "token 3: turn 2 stands behind turn 3; their numbers"),
+        ([0, 1, 2, 3], [1, 1, 0, 0], "token 2: trajectory 0 stands behind trajectory 1; their"),
+        ([0, 1, 2, 4], [0, 0, 1, 1], "token 3: turn 4 is none of the 4 that are counted from 0"),
+        ([-1, 1, 2, 3], [0, 0, 1, 1], "token 0: turn -1 is none of the 4"),
+        ([0, 1, 2, 3], [0, 0, 1, 2], "token 3: trajectory 2 is none of the 2"),
+        ([0, 1, 1, 2], [0, 0, 1, 1], "turn 1 has tokens of trajectories 0 and 1; turns are"),
+    ],
+)
+def test_segments_out_of_order_or_beyond_their_number_are_refused(
+    turns: list[int], trajectories: list[int], sentence: str
+) -> None:
+    with pytest.raises(DataError, match=sentence):
+        check_tokens(torch.zeros(4), tokens(turns, trajectories))
+
+
+def test_lengths_are_compared_before_the_order() -> None:
+    with pytest.raises(DataError, match="lengths disagree"):
+        check_tokens(torch.zeros(4), tokens([3, 2, 1], [0, 0, 1, 1]))
