@@ -182,7 +182,11 @@ def learner_logprobs(config: RunConfig, trajectories: list[Trajectory]) -> NDArr
     from leeway.learner.world import World
 
     world = World.from_environment()
-    network = load_model(model_dir(config.model), world.device)
+    network = load_model(
+        model_dir(config.model),
+        world.device,
+        trust_remote_code=config.policy.trust_remote_code,
+    )
     groups = [
         Group(group_id=GroupId(str(i)), question_id="", worker_id="", trajectories=(trajectory,))
         for i, trajectory in enumerate(trajectories)

@@ -63,7 +63,7 @@ def _checks(subject: Subject, deep: bool) -> Iterator[Check]:
     )
     yield "Redis server", lambda: configuration.check_server_binary(config)
     yield from _live_checks(subject)
-    yield "transfer", _transfer
+    yield "transfer", lambda: _transfer(config)
     if deep:
         yield "log-probs of engine and learner (a minute or so)", lambda: _equality(config)
 
@@ -90,11 +90,12 @@ def _live_checks(subject: Subject) -> Iterator[Check]:
         yield "API", lambda: check_api(address, token_of(run))
 
 
-def _transfer() -> Iterator[Finding]:
+def _transfer(config: RunConfig) -> Iterator[Finding]:
     from leeway.services.doctor.transfer import check_transfer
     from leeway.services.doctor.versions import list_gpus, torch_cuda
 
-    return check_transfer(len(list_gpus()) if torch_cuda() else 0)
+    num_gpus = len(list_gpus()) if torch_cuda() else 0
+    return check_transfer(num_gpus, config.learner.transport)
 
 
 def _equality(config: RunConfig) -> list[Finding]:

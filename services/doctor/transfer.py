@@ -1,7 +1,10 @@
-"""How fast weights travel between two processes of this machine, by the way a run sends them.
+"""How fast weights travel between two processes of this machine, by each way a run may send them.
 
-Two ranks of a transfer group, over NCCL where there are two GPUs and gloo on CPUs otherwise, in
-processes of their own: the doctor itself imports no torch.
+    collective   two ranks of a transfer group: NCCL where there are two GPUs, else gloo on CPUs
+    direct       one writes into the memory of the other, between two GPUs or on the only one; on
+                 CPUs where learner.transport asks for it
+
+They are processes of their own: the doctor itself imports no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from leeway.replay.memory_handle import MemoryHandle
 from leeway.services.doctor.finding import Finding, Part
 
 TRANSFER = Part("transfer")
@@ -25,8 +29,9 @@ NUM_REPEATS: Final = 8
 TIMEOUT_S: Final = 90.0
 """For both processes to import torch, meet and send."""
 JOIN_S: Final = 60.0
-SLOW_GIB_S: Final = {"gloo": 0.2, "nccl": 5.0}
-"""Below this something is wrong: NVLink gives 300, PCIe 20, loopback 1 to 3."""
+SLOW_GIB_S: Final = {"gloo": 0.2, "nccl": 5.0, "direct": 1.0}
+"""Below this something is wrong: NVLink gives 300, PCIe 20, memory of the host 5, loopback 1 to 3.
+"""
 
 
 class Pipe(Protocol):
@@ -38,22 +43,33 @@ class Pipe(Protocol):
 
 
 class Report(msgspec.Struct):
-    """What a rank says through its pipe: the port it listens on, its result, or its fault."""
+    """What a process says through its pipe: where it is met, its result, or its fault."""
 
     port: int = 0
+    memory: MemoryHandle | None = None
     gib_per_s: float = 0.0
     fault: str = ""
 
 
-def check_transfer(num_gpus: int) -> Iterator[Finding]:
-    """Broadcast a bucket a few times; an error where it cannot be done."""
+def check_transfer(num_gpus: int, choice: str) -> Iterator[Finding]:
+    """Send a bucket a few times by each way; an error where none can be sent. `choice` is
+    learner.transport."""
     backend = "nccl" if num_gpus >= 2 else "gloo"
     between = "two GPUs" if num_gpus >= 2 else "two CPU processes"
     yield finding_of(measure(backend), backend, between)
+    if choice == "direct" or (choice == "auto" and num_gpus):
+        between = "two processes on one GPU" if num_gpus == 1 else between
+        yield finding_of(measure("direct", num_gpus), "direct", between)
 
 
 def finding_of(report: Report, backend: str, between: str) -> Finding:
-    """The finding for what rank 0 reported."""
+    """The finding for what was reported."""
+    if report.fault and backend == "direct":
+        remedy = (
+            "nothing, if broadcasts are fast enough: weights are broadcast then; "
+            "else let engine and learner share a container"
+        )
+        return TRANSFER.warning(backend, report.fault, remedy)
     if report.fault:
         remedy = {
             "gloo": "let processes reach each other over the loopback interface",
@@ -66,48 +82,58 @@ def finding_of(report: Report, backend: str, between: str) -> Finding:
         remedy = {
             "gloo": "end what else uses the cores",
             "nccl": "see nvidia-smi topo -m: the GPUs may reach each other through the host alone",
+            "direct": "end what else uses the machine; nvidia-smi topo -m shows the way of GPUs",
         }
         return TRANSFER.warning(backend, text, remedy[backend], gib_per_s=round(speed, 3))
     return TRANSFER.ok(backend, text, gib_per_s=round(speed, 3))
 
 
-def measure(backend: str) -> Report:
-    """Start both ranks, carry the port from one to the other, and wait for rank 0's result."""
+def measure(backend: str, num_gpus: int = 0) -> Report:
+    """Start both processes, carry from one to the other where it is met, and wait for the result.
+
+    `num_gpus` is for "direct", which has the other GPU, the same one, or none.
+    """
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(2)]
-    ranks = [
-        context.Process(target=_rank, args=(theirs, rank, backend), daemon=True)
-        for rank, (_, theirs) in enumerate(pairs)
+    if backend == "direct":
+        devices = ("cpu", "cpu") if num_gpus == 0 else (f"cuda:{min(1, num_gpus - 1)}", "cuda:0")
+        works = [(_engine, (devices[0],)), (_learner, (devices[1],))]
+    else:
+        works = [(_rank, (rank, backend)) for rank in range(2)]
+    processes = [
+        context.Process(target=work, args=(theirs, *more), daemon=True)
+        for (work, more), (_, theirs) in zip(works, pairs, strict=True)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
     try:
-        return _conduct([ours for ours, _ in pairs], ranks)
+        # Of a broadcast both tell a result; of a copy, in which the engine takes no part, one.
+        return _conduct([ours for ours, _ in pairs], processes, int(backend == "direct"))
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.join(10)
 
 
-def _conduct(pipes: Sequence[Pipe], ranks: Sequence[SpawnProcess]) -> Report:
+def _conduct(pipes: Sequence[Pipe], processes: Sequence[SpawnProcess], who_tells: int) -> Report:
     deadline = time.monotonic() + TIMEOUT_S
-    meeting = _next_report(pipes[0], ranks[0], deadline)
+    meeting = _next_report(pipes[0], processes[0], deadline)
     if meeting.fault:
         return meeting
     pipes[1].send_bytes(msgspec.json.encode(meeting))
-    return _next_report(pipes[0], ranks[0], deadline)
+    return _next_report(pipes[who_tells], processes[who_tells], deadline)
 
 
 def _next_report(pipe: Pipe, process: SpawnProcess, deadline: float) -> Report:
     while not pipe.poll(0.1):
         if not process.is_alive() and not pipe.poll(0):
-            return Report(fault=f"the sending process ended with exit code {process.exitcode}")
+            return Report(fault=f"a process of the two ended with exit code {process.exitcode}")
         if time.monotonic() > deadline:
             return Report(fault=f"two processes could not send to each other in {TIMEOUT_S:g} s")
     try:
         return msgspec.json.decode(pipe.recv_bytes(), type=Report)
     except EOFError:
-        return Report(fault="the sending process ended without a word")
+        return Report(fault="a process of the two ended without a word")
 
 
 def _rank(pipe: Pipe, rank: int, backend: str) -> None:
@@ -129,10 +155,42 @@ def _rank(pipe: Pipe, rank: int, backend: str) -> None:
 
 
 def _joined(pipe: Pipe, backend: str) -> Any:
-    from leeway.replay.errors import WaitTimeout
     from leeway.services.doctor.transfer_rank import Meeting
 
+    return Meeting.join(backend, _told(pipe).port)
+
+
+def _told(pipe: Pipe) -> Report:
+    """Where the other one is met."""
+    from leeway.replay.errors import WaitTimeout
+
     if not pipe.poll(JOIN_S):
-        raise WaitTimeout(f"rank 0 named no port within {JOIN_S:g} s")
-    told = msgspec.json.decode(pipe.recv_bytes(), type=Report)
-    return Meeting.join(backend, told.port)
+        raise WaitTimeout(f"the other process did not say within {JOIN_S:g} s where it is")
+    return msgspec.json.decode(pipe.recv_bytes(), type=Report)
+
+
+def _engine(pipe: Pipe, device: str) -> None:
+    """A process: shows its memory, and holds it until it is killed."""
+    from leeway.replay.errors import LeewayError
+    from leeway.services.doctor.transfer_rank import Exposed
+
+    try:
+        exposed = Exposed(NUM_BYTES, device)
+        pipe.send_bytes(msgspec.json.encode(Report(memory=exposed.handle())))
+        time.sleep(TIMEOUT_S)
+    except LeewayError as error:
+        pipe.send_bytes(msgspec.json.encode(Report(fault=str(error))))
+
+
+def _learner(pipe: Pipe, device: str) -> None:
+    """A process: writes into what it is shown."""
+    from leeway.replay.errors import LeewayError
+    from leeway.services.doctor.transfer_rank import write_into
+
+    try:
+        memory = _told(pipe).memory
+        assert memory is not None
+        speed = NUM_BYTES / 2**30 / statistics.median(write_into(memory, device, NUM_REPEATS))
+        pipe.send_bytes(msgspec.json.encode(Report(gib_per_s=speed)))
+    except LeewayError as error:
+        pipe.send_bytes(msgspec.json.encode(Report(fault=str(error))))

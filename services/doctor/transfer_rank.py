@@ -1,4 +1,4 @@
-"""One end of the doctor's transfer: the only file of it that imports torch for that."""
+"""The ends of the doctor's transfers: the only file of it that imports torch for that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, Final
 
 import torch
 
-from leeway.replay.transfer import broadcast, build_group, build_store
+from leeway.replay.errors import TransferError
+from leeway.replay.exposed_memory import ExposedMemory, open_memory
+from leeway.replay.memory_handle import MemoryHandle
+from leeway.replay.transfer import broadcast, build_group, build_store, copy
 
 HOST: Final = "127.0.0.1"
 WAIT_S: Final = 60.0
@@ -49,3 +52,30 @@ class Meeting:
             broadcast(group, [piece], WAIT_S)
             took.append(time.perf_counter() - began)
         return took[1:]
+
+
+class Exposed:
+    """Memory of this process that another one writes into, as an engine's."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        """Raises TransferError."""
+        try:
+            self._memory = ExposedMemory(num_bytes, torch.device(device))
+        except (RuntimeError, OSError) as error:
+            raise TransferError(f"no memory to be shown on {device}: {error}") from error
+
+    def handle(self) -> MemoryHandle:
+        """For the other process. Raises TransferError."""
+        return self._memory.handle()
+
+
+def write_into(memory: MemoryHandle, device: str, num_repeats: int) -> list[float]:
+    """Seconds of each copy but the first. Raises TransferError."""
+    on = torch.device(device)
+    target = open_memory(memory, on)
+    piece = torch.zeros(memory.num_bytes, dtype=torch.uint8, device=on)
+    return [copy(piece, [target], WAIT_S, 0.0, _nothing) for _ in range(num_repeats + 1)][1:]
+
+
+def _nothing() -> None:
+    """A run compares checksums here; the doctor's bytes are all 0."""

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from leeway.actors.policy import Completion
 from leeway.replay.board import EngineRecord
+from leeway.replay.errors import TransferError
 from leeway.replay.server import EmbeddedRedis
 from leeway.services.config import load
 from leeway.services.doctor import (
@@ -26,6 +28,7 @@ from leeway.services.doctor import (
     machine,
     redis_checks,
     transfer,
+    transfer_rank,
     versions,
 )
 from leeway.services.doctor.examination import Subject, examine
@@ -376,7 +379,14 @@ def test_a_stopped_run_is_told_how_to_go_on(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("backend", "speed", "severity"),
-    [("gloo", 2.0, "ok"), ("gloo", 0.1, "warning"), ("nccl", 300.0, "ok"), ("nccl", 2, "warning")],
+    [
+        ("gloo", 2.0, "ok"),
+        ("gloo", 0.1, "warning"),
+        ("nccl", 300.0, "ok"),
+        ("nccl", 2, "warning"),
+        ("direct", 6.0, "ok"),
+        ("direct", 0.5, "warning"),
+    ],
 )
 def test_a_slow_transfer_is_a_warning(backend: str, speed: float, severity: str):
     report = transfer.Report(gib_per_s=speed)
@@ -388,10 +398,50 @@ def test_a_transfer_that_fails_is_an_error_with_its_reason():
     assert (found.severity, found.text) == ("error", "no route")
 
 
-def test_two_processes_of_this_machine_send_to_each_other():
-    report = transfer.measure("gloo")
+def test_memory_out_of_reach_is_a_warning_because_weights_are_broadcast_then():
+    found = transfer.finding_of(transfer.Report(fault="no such process"), "direct", "two ends")
+    assert (found.severity, found.text) == ("warning", "no such process")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "direct"])
+def test_two_processes_of_this_machine_send_to_each_other(backend: str):
+    report = transfer.measure(backend)
     assert report.fault == ""
     assert report.gib_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "choice", "ways"),
+    [
+        (0, "auto", ["gloo between two CPU processes"]),
+        (0, "direct", ["gloo between two CPU processes", "direct between two CPU processes"]),
+        (1, "auto", ["gloo between two CPU processes", "direct between two processes on one GPU"]),
+        (2, "auto", ["nccl between two GPUs", "direct between two GPUs"]),
+        (2, "collective", ["nccl between two GPUs"]),
+    ],
+)
+def test_every_way_that_a_run_here_may_take_is_measured(
+    num_gpus: int, choice: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(transfer, "measure", lambda *_: transfer.Report(gib_per_s=9.0))
+    found = transfer.check_transfer(num_gpus, choice)
+    assert [f"{each.name}{each.text.removeprefix('9.00 GiB/s')}" for each in found] == ways
+
+
+def test_memory_that_an_engine_cannot_show_or_has_no_longer_is_told_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    exposed = transfer_rank.Exposed(64, "cpu")
+    gone = msgspec.structs.replace(exposed.handle(), token="another")
+    with pytest.raises(TransferError, match="cannot be opened"):
+        transfer_rank.write_into(gone, "cpu", 1)
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(transfer_rank, "ExposedMemory", refuse)
+    with pytest.raises(TransferError, match="no memory to be shown on cpu: out of memory"):
+        transfer_rank.Exposed(64, "cpu")
 
 
 # --- engine against learner ---
@@ -453,6 +503,23 @@ def test_engine_and_learner_at_unequal_weights_are_an_error(
     assert found.severity == "error"
 
 
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_the_learner_reads_a_model_with_the_trust_that_a_run_gives_it(
+    is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Any] = []
+
+    def refuse(*_: Any, **more: Any) -> Any:
+        asked.append(more.get("trust_remote_code"))
+        raise OSError("enough")
+
+    monkeypatch.setattr("leeway.learner.model.load_model", refuse)
+    config = load(None, [f"policy.trust_remote_code={str(is_trusted).lower()}"])
+    with pytest.raises(OSError, match="enough"):
+        equality.learner_logprobs(config, [])
+    assert asked == [is_trusted]
+
+
 def test_a_model_that_cannot_be_loaded_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any) -> Any:
         raise OSError("no such file")
@@ -496,7 +563,7 @@ def test_a_check_that_breaks_hides_none_of_the_others(monkeypatch: pytest.Monkey
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(machine, "check_cores", break_down)
-    monkeypatch.setattr(transfer, "measure", lambda _: transfer.Report(gib_per_s=1.0))
+    monkeypatch.setattr(transfer, "measure", lambda *_: transfer.Report(gib_per_s=1.0))
     found = list(examine(Subject(CONFIG, "x", None), deep=False, progress=lambda _: None))
     assert named(found, "cores").severity == "error"
     assert named(found, "gloo").severity == "ok"
@@ -506,7 +573,7 @@ def test_the_doctor_itself_imports_no_torch_and_its_json_is_one_line():
     code = (
         "import sys\nfrom leeway.services import cli\n"
         "from leeway.services.doctor import transfer\n"
-        "transfer.measure = lambda backend: transfer.Report(gib_per_s=1.0)\n"
+        "transfer.measure = lambda *_: transfer.Report(gib_per_s=1.0)\n"
         "code = cli.app(['doctor', '--json'], standalone_mode=False)\n"
         "print(code, [m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
     )
