@@ -77,31 +77,37 @@ async def build_replay(
 
 
 class TinyModel:
-    """A random Llama of two layers, as the learner holds it."""
+    """Random weights of two layers, as the learner holds them: a Llama with tied embeddings, unless
+    told otherwise."""
 
-    def __init__(self, tokens: Tokens, seed: int) -> None:
+    def __init__(self, tokens: Tokens, seed: int, family: str = "llama", **changes: object) -> None:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=tokens.vocab_size,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=MAX_MODEL_LEN,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=tokens.eos_id,
-        )
-        self.network: Any = LlamaForCausalLM(config).eval()
+        settings = {
+            "vocab_size": tokens.vocab_size,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": MAX_MODEL_LEN,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.2,
+            "bos_token_id": None,
+            "eos_token_id": tokens.eos_id,
+        }
+        config = AutoConfig.for_model(family, **{**settings, **changes})
+        self.network: Any = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
+            # Norms are 1 at the start and biases 0, and would not show that they were left out.
+            for parameter in self.network.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
             # The end of sequence gets logit 0 always, so a greedy completion does not end early.
-            self.network.model.embed_tokens.weight[tokens.eos_id] = 0.0
+            self.network.get_output_embeddings().weight[tokens.eos_id] = 0.0
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What LearnerProcess publishes: parameters once, and saved buffers."""
@@ -168,9 +174,9 @@ class Receiver:
 
 @asynccontextmanager
 async def receiving(
-    start: Callable[[Path], Awaitable[Any]], folder: Path, redis_url: str
+    start: Callable[[Path], Awaitable[Any]], folder: Path, redis_url: str, **kind: object
 ) -> AsyncIterator[Receiver]:
-    """Start a policy from a tiny model in `folder` and keep it on a board of its own."""
+    """Start a policy from a tiny model of that kind in `folder` and keep it on its own board."""
     import torch
 
     from leeway.actors.membership import Membership
@@ -178,7 +184,7 @@ async def receiving(
 
     write_byte_tokenizer(folder, TAGS)
     tokens = Tokens.load(folder)
-    models = (TinyModel(tokens, seed=0), TinyModel(tokens, seed=1))
+    models = (TinyModel(tokens, 0, **kind), TinyModel(tokens, 1, **kind))
     models[0].network.save_pretrained(folder)
     policy = await start(folder)
     board = PolicyBoard(redis_url, f"test-{uuid.uuid4().hex}")
