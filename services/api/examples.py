@@ -385,6 +385,7 @@ EXAMPLES: Final[dict[str, Any]] = {
                 "mean": 0.41,
                 "low": 0.38,
                 "high": 0.44,
+                "best": 0.42,
                 "num_arms": 3,
                 "num_failed": 0,
                 "num_collapsed": 0,

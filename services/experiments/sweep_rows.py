@@ -174,6 +174,8 @@ class Cell(Found):
     low: float | None
     high: float | None
     """95 % confidence interval of the mean over seeds, by Student's t; None below two seeds."""
+    best: float | None
+    """Mean over these arms of the best evaluation of each."""
     num_arms: int
     num_failed: int
     num_collapsed: int
@@ -211,6 +213,7 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
 def _cell(series: str, staleness_set: int, rows: list[Row]) -> Cell:
     rows = sorted(rows, key=lambda row: row.seed)
     scores = [row.score for row in rows if row.score is not None]
+    best = [row.score_best for row in rows if row.score is not None and row.score_best is not None]
     lags = [row.staleness for row in rows if row.staleness is not None]
     bounds = interval(scores)
     return Cell(
@@ -221,6 +224,7 @@ def _cell(series: str, staleness_set: int, rows: list[Row]) -> Cell:
         mean=fmean(scores) if scores else None,
         low=None if bounds is None else bounds[0],
         high=None if bounds is None else bounds[1],
+        best=fmean(best) if best else None,
         num_arms=len(rows),
         num_failed=sum(row.status == "failed" for row in rows),
         num_collapsed=sum(row.status == "collapsed" for row in rows),

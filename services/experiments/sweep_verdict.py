@@ -67,7 +67,8 @@ def _verdict(cells: list[Cell], retention: float) -> Verdict:
         series=name, on_policy=on_policy, kept_staleness=kept[0], kept_score=kept[1],
         lost_staleness=lost[0] if lost else None, lost_score=lost[1] if lost else None,
         num_seeds=num_seeds, **counts,
-        sentence=_sentence(name, retention, on_policy, kept, lost) + _unfinished(lost)
+        sentence=_sentence(name, retention, on_policy, kept, lost)
+        + _unfinished(lost, retention * on_policy)
         + _remarks(counts, num_seeds) + ".",
     )  # fmt: skip
 
@@ -110,10 +111,14 @@ def _alone(found: Sequence[Measured]) -> str:
     return f": {', '.join(scores)}" if scores else ""
 
 
-def _unfinished(lost: Measured | None) -> str:
-    """; 80 % of those steps train on what the first version sampled: it may want more steps"""
+def _unfinished(lost: Measured | None, threshold: float) -> str:
+    """, where 80% of the steps train on what the first version sampled: it may want more steps. Not
+    of runs that had come to the score that counts as kept: it had been at 0.905 before, and fell
+    again"""
     if lost is None or lost[2].num_collapsed or lost[2].ramp_share <= LONG_RAMP:
         return ""
+    if lost[2].best is not None and lost[2].best >= threshold:
+        return f", where it had been at {lost[2].best:.3f} before, and fell again"
     return (
         f", where {lost[2].ramp_share:.0%} of the steps train on what the first version sampled: "
         "it may want more steps"

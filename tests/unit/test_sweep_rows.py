@@ -117,6 +117,27 @@ def test_a_low_score_of_a_run_that_is_hardly_through_its_ramp_is_said_to_be_one(
     assert "may want" not in verdict.sentence
 
 
+def test_a_run_that_had_learned_and_fell_again_is_not_said_to_want_more_steps():
+    # 0.95 x 0.6 = 0.57 counts as kept. All score 0.3, 0.6 and then their own: best 0.6 and 0.6.
+    results = [arm(lag=0, score=0.6), arm(lag=3, score=0.4), arm(lag=3, seed=1, score=0.5)]
+    cells = cells_of(map(row_of, results))
+    assert [cell.best for cell in cells] == [0.6, 0.6]
+    [verdict] = verdicts(cells, retention=0.95)
+    assert verdict.sentence == (
+        "grpo keeps 95% of its on-policy score (0.600) at no staleness tried: at 3 versions it is "
+        "at 0.450, where it had been at 0.600 before, and fell again; one seed, so the spread is "
+        "unknown."
+    )
+
+
+def test_the_best_of_a_cell_leaves_out_what_failed():
+    failed = arm(lag=2, seed=1, score=0.9, status="failed", reason="x")
+    [cell] = cells_of([row_of(arm(lag=2, score=0.8)), row_of(failed)])
+    assert cell.best == 0.8
+    [alone] = cells_of([row_of(failed)])
+    assert alone.best is None
+
+
 def test_steps_to_a_kept_score_are_the_median_of_the_runs_that_had_one():
     # On-policy 0.6, so 0.57 is kept. All score 0.3, 0.6 and then their own at steps 0, 2, 4.
     results = [arm(lag=0, score=0.6)]
