@@ -110,6 +110,7 @@ PLACES = {
         "services/soak/command.py",
         "services/status_command.py",
         "services/sweep_commands.py",
+        "services/timeline_command.py",
         "services/train_command.py",
         "services/trajectory_commands.py",
         "services/warmstart_command.py",
