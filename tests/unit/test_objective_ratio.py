@@ -1,6 +1,7 @@
 """Importance ratios against hand-computed numbers, identities, and the turn-level lemma."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,31 +89,35 @@ def test_k3_of_a_tenth() -> None:
 
 
 def lemma_error(kind: Ratio) -> float:
-    """Largest difference between the finite-difference gradient of the surrogate and the lemma's.
+    """Largest difference between the finite-difference gradient of the loss and the lemma's, for
+    trajectories of turns [2, 3, 1] and [2] of which no token is clipped.
 
-    grad L = (1/|y|) sum_k w_k (A_k/|y_k|) grad log pi(turn k), A_k summed over turn k.
+    grad L = (1/B) sum_i (1/|y_i|) sum_k w_k (A_k/|y_k|) grad log pi(turn k), A_k summed over turn
+    k.
     """
     torch.manual_seed(1)
-    s = segments([2, 3, 1])
-    a_T = torch.randn(6, dtype=torch.float64)
-    old_T = torch.randn(6, dtype=torch.float64) * 0.5 - 2
-    mix = torch.randn(4, 6, 5, dtype=torch.float64)
+    s = segments([2, 3, 1], [2])
+    a_T = torch.randn(8, dtype=torch.float64)
+    old_T = torch.randn(8, dtype=torch.float64) * 0.5 - 2
+    mix = torch.randn(4, 8, 5, dtype=torch.float64)
     theta = torch.randn(4, dtype=torch.float64) * 0.3
-    target_T = torch.tensor([0, 3, 1, 4, 2, 2])
+    target_T = torch.tensor([0, 3, 1, 4, 2, 2, 1, 0])
+    objective = replace(PRESETS["so-grpo"], ratio=kind, eps_low=1.0, eps_high=math.inf)
+    weight_T = reduce_weight("trajectory", s, torch.float64)
 
     def logp(x: Tensor) -> Tensor:
         logits_TV = torch.einsum("p,ptv->tv", x, mix)
         return logits_TV.log_softmax(-1).gather(-1, target_T[:, None]).squeeze(-1)
 
-    def surrogate(x: Tensor) -> float:
-        w_T = importance_ratio(kind, log_ratio(logp(x), old_T), s)
-        return (w_T * a_T).mean().item()
+    def maximised(x: Tensor) -> float:
+        return -loss(objective, logp(x), Tokens(old_T, a_T, weight_T, s)).item()
 
-    numeric = torch.stack([five_points(surrogate, theta, i) for i in range(4)])
+    numeric = torch.stack([five_points(maximised, theta, i) for i in range(4)])
     w_T = importance_ratio(kind, log_ratio(logp(theta), old_T), s)
     turn_mean_T = segment_mean(a_T, s.turn_of_T, s.num_turns)[s.turn_of_T]
+    by_hand_T = torch.tensor([1 / 12] * 6 + [1 / 4] * 2, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(logp, theta)
-    return (numeric - (w_T * turn_mean_T / 6) @ jacobian).abs().max().item()
+    return (numeric - (by_hand_T * w_T * turn_mean_T) @ jacobian).abs().max().item()
 
 
 def five_points(f, theta: Tensor, i: int, h: float = 1e-3) -> Tensor:
