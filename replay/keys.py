@@ -50,14 +50,15 @@ class BoardKeys(NamedTuple):
 def replay_prefix(run: str, shard: int = 0) -> str:
     """What every key of a shard of the buffer starts with: leeway:{first}:, leeway:{first/1}:.
 
-    state            counters, version window, lookahead, virtual times: 33 doubles, then msgpack;
-                     see lua/base.lua
+    state            counters, version window, lookahead, virtual times: 33 doubles, then msgpack,
+                     the schema version of what is stored included; see lua/base.lua
     slots            sorted set of "id version" by the ms at which each expires
     ceilings         hash: slot -> newest version its group may hold, where the learner resumed
     groups           hash: group id -> record, a StoredGroup: 7 doubles, then its shape
     payload:ID       string: the encoded group
     ready, again     sorted sets by (version, arrival): groups never trained, trained before
     pick, evict      sorted sets by draw_by and evict_by, where those are not fifo
+    unreadable       hash: the last group that was dropped as unreadable -> its bytes
     leases, lease    sorted set of ids by the ms at which each expires; hash of what each holds
     added:HOUR       set of the ids of an hour: makes a repeated add harmless
     acknowledged     sorted set of leases by time: makes a repeated acknowledge harmless

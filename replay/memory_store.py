@@ -24,7 +24,7 @@ from leeway.replay.errors import WaitTimeout
 from leeway.replay.memory_buffer import Buffer, BufferState
 from leeway.replay.schema import Group, GroupId, PolicyVersion, columns_of
 from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource, Waiting
-from leeway.replay.stored import entry_of, lease_of
+from leeway.replay.stored import Drawn, entry_of, read_lease
 from leeway.replay.waiting import (
     Refusal,
     Shortage,
@@ -87,7 +87,24 @@ class MemoryReplay:
 
     async def draw(self, timeout_s: float) -> Lease:
         """See Replay. While a lease is held, the next draw is for the version after it."""
-        wait, waiter = Wait(timeout_s), uuid.uuid4().hex
+        wait = Wait(timeout_s)
+        while True:
+            lease_id, drawn = await self._draw_encoded(wait)
+            try:
+                lease = read_lease(lease_id, drawn, wait.split_s())
+                if isinstance(lease, Lease):
+                    check_staleness(lease, self.config)
+                    return lease
+            except BaseException:  # no fault of the groups: they go back as if not drawn
+                await self._return(lease_id, counts=False)
+                raise
+            lease.log()
+            async with self._changed:
+                self._buffer.drop_unreadable(lease_id, lease.faults)
+                self._changed.notify_all()
+
+    async def _draw_encoded(self, wait: Wait) -> tuple[str, Drawn]:
+        waiter = uuid.uuid4().hex
         async with self._changed:
             try:
                 held_back = self._buffer.num_held_back
@@ -103,9 +120,7 @@ class MemoryReplay:
             finally:
                 self._end(waiter, "data", wait)
                 self._changed.notify_all()  # a draw may have dropped groups, which makes room
-        lease = lease_of(*drawn, waited_s=wait.split_s())
-        check_staleness(lease, self.config)
-        return lease
+        return drawn
 
     async def acknowledge(self, lease: Lease, version: PolicyVersion) -> None:
         """See Replay. Idempotent by lease id."""
@@ -117,16 +132,16 @@ class MemoryReplay:
 
     async def release(self, lease: Lease) -> None:
         """See Replay."""
-        await self._return(lease, counts=True)
+        await self._return(lease.lease_id, counts=True)
 
     async def withdraw(self, lease: Lease) -> None:
         """Hand the groups back as if they had not been drawn."""
-        await self._return(lease, counts=False)
+        await self._return(lease.lease_id, counts=False)
 
-    async def _return(self, lease: Lease, counts: bool) -> None:
+    async def _return(self, lease_id: str, counts: bool) -> None:
         async with self._changed:
             self._buffer.reclaim()
-            self._buffer.return_lease(lease.lease_id, counts)
+            self._buffer.return_lease(lease_id, counts)
             self._changed.notify_all()
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:

@@ -25,7 +25,7 @@ from leeway.replay.batches import Batches
 from leeway.replay.callers import together
 from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Command, Link, ScriptSet
-from leeway.replay.errors import LeaseExpired, StoreError
+from leeway.replay.errors import ConfigurationError, StoreError
 from leeway.replay.keys import replay_prefix
 from leeway.replay.redis_replies import (
     AdmitReply,
@@ -38,7 +38,7 @@ from leeway.replay.redis_replies import (
     to_record,
     to_stats,
 )
-from leeway.replay.schema import PolicyVersion
+from leeway.replay.schema import SCHEMA_VERSION, PolicyVersion
 from leeway.replay.store import ReplayStats, Slot
 from leeway.replay.stored import Drawn, Entry, Leased, StoredGroup
 from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
@@ -201,11 +201,9 @@ class RedisBuffer:
         return leased if isinstance(leased, Shortage) else await self.read(leased)
 
     async def read(self, leased: Leased) -> Drawn:
-        """The leased payloads. Raises LeaseExpired if they were gone before they were read."""
+        """The leased payloads; no bytes of one that is gone."""
         gets = [("GET", self._payload(group_id)) for group_id in leased.ids]
-        payloads = await self._link.execute(*gets)
-        if None in payloads:
-            raise LeaseExpired(f"lease {leased.lease_id} ended before its groups were read")
+        payloads = [payload or b"" for payload in await self._link.execute(*gets)]
         return Drawn(leased.version, leased.ramp_version, leased.ids, payloads)
 
     async def lease(
@@ -240,9 +238,14 @@ class RedisBuffer:
         reply: bytes = await self._call("acknowledge", lease_id=lease_id, version=version)
         return "ok" if reply == b"ok" else "expired"
 
-    async def release(self, lease_id: str, counts: bool = True) -> None:
-        """Hand the lease's groups back; whether that counts against max_returns."""
-        await self._call("release", lease_id=lease_id, counts=counts, sets_limits=False)
+    async def release(
+        self, lease_id: str, counts: bool = True, unreadable: Sequence[str] = ()
+    ) -> None:
+        """Hand the lease's groups back; whether that counts against max_returns. Those that are
+        `unreadable` are dropped."""
+        await self._call(
+            "release", lease_id=lease_id, counts=counts, unreadable=unreadable, sets_limits=False
+        )
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> int:
         """How many of the groups are stored."""
@@ -324,21 +327,26 @@ class RedisBuffer:
         sets_limits: bool = True,
         **arguments: object,
     ) -> Any:
-        """Run a script. Raises StoreError where the buffer was laid out by another program.
+        """Run a script. Raises ConfigurationError where another program's layout or schema lies
+        in the buffer.
 
         `sets_limits`: the buffer goes by those of this process from here on.
         """
         try:
             limits = self._limits if sets_limits else None
-            return await self._scripts.run(name, before=before, limits=limits, **arguments)
+            return await self._scripts.run(
+                name, before=before, limits=limits, schema=SCHEMA_VERSION, **arguments
+            )
         except StoreError as error:
-            layouts = re.search(r"LAYOUT (\d+) (\d+)", str(error))
-            if layouts is None:
+            found = re.search(r"(LAYOUT|SCHEMA) (\d+) (\d+)", str(error))
+            if found is None:
                 raise
-            theirs, ours = layouts.groups()
-            raise StoreError(
-                f"the buffer {self.prefix} has layout {theirs} and this program reads layout "
-                f"{ours}; export it with the program that wrote it, or take another run name"
+            kind, theirs, ours = found.groups()
+            what = "has layout" if kind == "LAYOUT" else "holds groups of schema version"
+            raise ConfigurationError(
+                f"the buffer {self.prefix} {what} {theirs} and this program reads {ours}; nothing "
+                "was changed: go on with the version of Leeway that wrote it, or take another run "
+                "name"
             ) from error
 
     def _payload(self, group_id: str) -> str:

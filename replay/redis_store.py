@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from leeway.replay.allocator import keep_freed_memory
@@ -27,12 +27,12 @@ from leeway.replay.bounds import (
 from leeway.replay.callers import Callers
 from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Link
-from leeway.replay.errors import StoreError, WaitTimeout
+from leeway.replay.errors import LeewayError, WaitTimeout
 from leeway.replay.portions import Portions
 from leeway.replay.redis_buffer import RedisBuffer
 from leeway.replay.schema import Group, GroupId, PolicyVersion, columns_of
 from leeway.replay.store import Lease, ReplayStats, Slot, VersionSource
-from leeway.replay.stored import Drawn, Leased, entry_of, lease_of
+from leeway.replay.stored import Drawn, Leased, entry_of, read_lease
 from leeway.replay.turns import Turns
 from leeway.replay.waiting import (
     Refusal,
@@ -127,9 +127,15 @@ class RedisReplay:
     async def draw(self, timeout_s: float) -> Lease:
         """See Replay. While a lease is held, the next draw is for the version after it."""
         wait = Wait(timeout_s)
-        lease = lease_of(*await self.draw_encoded(timeout_s, wait), waited_s=wait.split_s())
-        check_staleness(lease, self.config)
-        return lease
+        while True:
+            lease_id, drawn = await self.draw_encoded(timeout_s, wait)
+            async with self._undone_by_an_error(lease_id):
+                lease = read_lease(lease_id, drawn, wait.split_s())
+                if isinstance(lease, Lease):
+                    check_staleness(lease, self.config)
+                    return lease
+            lease.log()
+            await self.buffer.release(lease_id, counts=False, unreadable=list(lease.faults))
 
     async def draw_encoded(self, timeout_s: float, wait: Wait | None = None) -> tuple[str, Drawn]:
         """A lease's id and its groups as they are stored; waits and raises as `draw` does."""
@@ -159,7 +165,8 @@ class RedisReplay:
                 await self._data.wait(leased.signal, left_s)
         finally:
             await self._give_up(callers, wait)
-        return lease_id, await self.buffer.read(leased)
+        async with self._undone_by_an_error(lease_id):
+            return lease_id, await self.buffer.read(leased)
 
     async def acknowledge(self, lease: Lease, version: PolicyVersion) -> None:
         """See Replay. Idempotent by lease id."""
@@ -201,11 +208,23 @@ class RedisReplay:
         await self._data.close()
         await self._link.close()
 
+    @asynccontextmanager
+    async def _undone_by_an_error(self, lease_id: str) -> AsyncGenerator[None]:
+        """What fails between a lease and its hand-over is no fault of the groups: they go back as
+        if they had not been drawn. Where Redis does not answer either, they do when it expires."""
+        try:
+            yield
+        except BaseException:
+            with suppress(LeewayError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.buffer.release(lease_id, counts=False)
+            raise
+
     async def _give_up(self, callers: Callers, wait: Wait) -> None:
         """Note that a caller waits no longer, unless its success has. Only a statistic: it must
         not hide why the call ended, nor hold it up."""
         if callers.end(wait):
-            with suppress(StoreError, TimeoutError):
+            with suppress(LeewayError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self.buffer.end_wait(callers.report())
 

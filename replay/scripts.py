@@ -27,7 +27,7 @@ STATE_FIELDS: Final = (
     *("num_seen", "num_doublings", "was_cut", "is_tried", "first_left", "outstanding"),
     "added_at",
     *("room_signal", "data_signal", "paused", "has_ceilings", "playing", "ready", "leased"),
-    *("next_expiry", "config"),
+    *("next_expiry", "schema", "config"),
 )
 """Places of `S`: 33 numbers, then what else there is."""
 

@@ -130,7 +130,8 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     num_leases_expired: int
     dropped: dict[str, int]
     """Dropped groups by reason: the callers' own, and the buffer's "returned" (came back from the
-    learner more than max_returns times), "lost-version", "overdue" (too old for any step to come:
+    learner more than max_returns times), "unreadable" (its bytes are not a group: cut or changed
+    after they were written), "lost-version", "overdue" (too old for any step to come:
     under drop as a matter of course, else after limits were lowered or a step was skipped),
     "evicted" (under drop, for room) and, under exact, "mixed-versions" (not all of the slot's
     version, buffered under another policy). A group that was trained before is not counted."""
@@ -191,8 +192,8 @@ class Replay(Protocol):
 
         Raises WaitTimeout naming what is missing: groups not yet ready, or the ones still being
         played that must be in this step to stay within the bound. Under exact a second draw waits
-        until the first lease is acknowledged or returned and the window is full again. Raises
-        LeaseExpired in the rare case that the lease ended before its groups were read.
+        until the first lease is acknowledged or returned and the window is full again. A group that
+        cannot be read is dropped, and the others are drawn again.
         """
         ...
 

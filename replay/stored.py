@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from leeway.replay.bounds import priority_of
 from leeway.replay.codec import decode, encode
+from leeway.replay.errors import CodecError
 from leeway.replay.schema import Columns, Group, PolicyVersion, columns_of
 from leeway.replay.store import Lease
+
+log = logging.getLogger(__name__)
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -58,6 +63,18 @@ class Drawn(msgspec.Struct, frozen=True):
     payloads: list[bytes | memoryview]
 
 
+class Unreadable(msgspec.Struct, frozen=True):
+    """Drawn groups that cannot be decoded."""
+
+    faults: dict[str, str]
+    """Group id -> what is wrong with its bytes."""
+
+    def log(self) -> None:
+        """An error for each, as it is dropped."""
+        for group_id, fault in self.faults.items():
+            log.error("group %s is dropped as unreadable: %s", group_id, fault)
+
+
 def entry_of(group: Group, columns: Columns | None = None) -> Entry:
     """The group as the buffer stores it; `columns` are its own, where the caller has them."""
     columns = columns or columns_of(group)
@@ -70,12 +87,31 @@ def entry_of(group: Group, columns: Columns | None = None) -> Entry:
     )
 
 
-def lease_of(lease_id: str, drawn: Drawn, waited_s: dict[str, float] | None = None) -> Lease:
-    """The lease with its groups decoded; `waited_s` as in Lease."""
+def lease_of(lease_id: str, drawn: Drawn) -> Lease:
+    """The lease with its groups decoded, where the caller has written them. Raises CodecError."""
+    lease = read_lease(lease_id, drawn)
+    if isinstance(lease, Unreadable):
+        raise CodecError(str(lease.faults))
+    return lease
+
+
+def read_lease(
+    lease_id: str, drawn: Drawn, waited_s: dict[str, float] | None = None
+) -> Lease | Unreadable:
+    """The lease with its groups decoded, or which of them cannot be; `waited_s` as in Lease."""
+    groups: list[Group] = []
+    faults: dict[str, str] = {}
+    for group_id, payload in zip(drawn.ids, drawn.payloads, strict=True):
+        try:
+            groups.append(decode(payload))
+        except CodecError as error:
+            faults[group_id] = str(error)
+    if faults:
+        return Unreadable(faults)
     return Lease(
         lease_id,
         PolicyVersion(drawn.version),
-        tuple(decode(payload) for payload in drawn.payloads),
+        tuple(groups),
         PolicyVersion(drawn.ramp_version),
         waited_s or {},
     )

@@ -10,7 +10,7 @@ if redis.replicate_commands then redis.replicate_commands() end
 
 local call = redis.call
 
-local LAYOUT = 6                   -- of the keys and of what they hold
+local LAYOUT = 7                   -- of the keys and of what they hold
 local REMEMBERED_MS = 3600 * 1000  -- how long a repeated add or acknowledge is recognised
 
 -- The state: its numbers, then what else there is.
@@ -28,12 +28,18 @@ if packed_state then
   S = {struct.unpack(STATE, packed_state)}
   -- What stands behind the last number is where the rest begins.
   S.room_signal, S.data_signal, S.paused, S.has_ceilings, S.playing, S.ready, S.leased,
-    S.next_expiry, S.config = unpack(cmsgpack.unpack(string.sub(packed_state, S.room_signal)), 1, 9)
+    S.next_expiry, S.schema, S.config = unpack(
+      cmsgpack.unpack(string.sub(packed_state, S.room_signal)), 1, 10)
+  -- Before anything is leased or dropped: whoever cannot read what is stored must not touch it.
+  if S.schema ~= arg.schema and S.num_stored > 0 then
+    return redis.error_reply('SCHEMA ' .. S.schema .. ' ' .. arg.schema)
+  end
 else
   S = {
     LAYOUT, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0, -1, 0,
-    '0-0', '0-0', false, false, {}, {}, {}, false, false}
+    '0-0', '0-0', false, false, {}, {}, {}, false, false, false}
 end
+S.schema = arg.schema
 
 -- Limits and orders of the caller; who only looks has none, and goes by those of the last who had.
 local is_new_config = ARGV[2] and ARGV[2] ~= S.config
@@ -44,7 +50,7 @@ local c = {struct.unpack(LIMITS, S.config or struct.pack(
 if c.max_bytes > 1e300 then c.max_bytes = false end
 
 local function save()
-  call('SET', key.state, struct.pack(STATE, unpack(S, 1, 33)) .. cmsgpack.pack({unpack(S, 34, 42)}))
+  call('SET', key.state, struct.pack(STATE, unpack(S, 1, 33)) .. cmsgpack.pack({unpack(S, 34, 43)}))
 end
 
 local clock = call('TIME')

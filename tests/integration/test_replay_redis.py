@@ -16,7 +16,12 @@ import redis
 
 from leeway.replay import scripts
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import SlotExpired, StoreError, StoreUnavailable, WaitTimeout
+from leeway.replay.errors import (
+    ConfigurationError,
+    SlotExpired,
+    StoreUnavailable,
+    WaitTimeout,
+)
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
@@ -156,10 +161,10 @@ async def test_a_buffer_of_another_layout_is_refused_with_both_numbers(server):
     replay = RedisReplay(server.url, run, CONFIG)
     with redis.Redis.from_url(server.admin_url) as admin:
         admin.hset(f"{replay.buffer.prefix}state", "learner_version", "3")
-        with pytest.raises(StoreError, match=r"layout 1.*reads layout 6"):
+        with pytest.raises(ConfigurationError, match=r"layout 1 .*reads 7;"):
             await replay.stats()
         admin.set(f"{replay.buffer.prefix}state", msgspec.msgpack.encode({"layout": 9}))
-        with pytest.raises(StoreError, match=r"layout 9.*reads layout 6"):
+        with pytest.raises(ConfigurationError, match=r"layout 9 .*reads 7;"):
             await replay.admit(1, V0, 0)
         assert msgspec.msgpack.decode(admin.get(f"{replay.buffer.prefix}state")) == {"layout": 9}
     await replay.close()
