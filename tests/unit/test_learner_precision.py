@@ -107,12 +107,12 @@ def cosine(a: Tensor | None, b: Tensor | None) -> float:
     return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
 
 
-OBJECTIVES = ["grpo", "so-grpo", "reinforce", "so-ppo"]
+OBJECTIVES = ["grpo", "so-grpo", "reinforce", "so-ppo", "gspo", "so-grpo-penalty", "cispo", "topr"]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_bfloat16_steps_where_float64_does(name: str) -> None:
-    """Measured: log-probs within 0.011, losses 7e-4, cosines above 0.9999."""
+    """Measured: log-probs within 0.011, losses 2e-3, cosines above 0.9999."""
     exact, half = observe(name, "float32", tiny().double()), observe(name, "bfloat16", tiny())
     torch.testing.assert_close(half.lp_T, exact.lp_T, rtol=0, atol=0.05)
     assert half.lp_T.sub(exact.lp_T).abs().max() > 1e-4, "bfloat16 was not used"

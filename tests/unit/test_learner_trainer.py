@@ -179,6 +179,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dic
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_ranks_equal_one(name: str, of_two_ranks: list[dict[str, dict]]) -> None:
     one = scenario(name)
