@@ -114,12 +114,15 @@ def bench_publish(
     transport: Annotated[
         str, typer.Option(help="As learner.transport: auto, direct or collective.")
     ] = "auto",
+    staging: Annotated[
+        str, typer.Option(help="As policy.staging: auto, always or never; with two GPUs.")
+    ] = "auto",
 ) -> None:
     """New weights for a running engine, against a device-local copy, NCCL alone and vLLM's own."""
     from leeway.services.bench.publish import run
     from leeway.services.bench.report import show
 
-    found = run(quick=quick, shapes=tuple(shape or ()), transport=transport)
+    found = run(quick=quick, shapes=tuple(shape or ()), transport=transport, staging=staging)
     show(found, as_json=as_json)
 
 

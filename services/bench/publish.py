@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
@@ -43,6 +43,7 @@ WARM_S: Final = 4.0
 PAIR_REST_S: Final = 0.25
 """Without a publish, before one whose time is compared with the time before it."""
 TRANSPORTS: Final = ("auto", "direct", "collective")
+STAGINGS: Final = ("auto", "always", "never")
 NOT_MEASURED: Final = -1.0
 """What a key holds where the machine has no such path."""
 
@@ -58,6 +59,8 @@ class Plan:
     num_in_flight: int
     with_native: bool
     num_pairs: int = 60
+    staging: Any = "auto"
+    """policy.staging."""
 
 
 @dataclass
@@ -94,36 +97,59 @@ class Measured:
         return sum(during for during, _ in self.pairs) / sum(before for _, before in self.pairs)
 
 
-def run(*, quick: bool, shapes: tuple[str, ...] = (), transport: str = "auto") -> BenchResult:
+def run(
+    *, quick: bool, shapes: tuple[str, ...] = (), transport: str = "auto", staging: str = "auto"
+) -> BenchResult:
     """On two GPUs 1.5B and 7B; on CPUs a model of a few million parameters. `transport` is
-    learner.transport.
+    learner.transport, `staging` policy.staging.
 
-    Raises ConfigurationError for a size or a transport that there is not.
+    Raises ConfigurationError for a size, a transport or a staging that there is not, and for a
+    machine with one GPU.
     """
-    unknown = sorted(set(shapes) - SHAPES.keys())
-    if unknown:
+    for what, given, known in (
+        ("model of size", shapes, tuple(SHAPES)),
+        ("transport", (transport,), TRANSPORTS),
+        ("staging", (staging,), STAGINGS),
+    ):
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ConfigurationError(
+                f"there is no {what} {unknown[0]}; take one of {', '.join(known)}"
+            )
+    is_cuda = _is_on_gpus(torch.cuda.device_count())
+    if not is_cuda and staging != "auto":
         raise ConfigurationError(
-            f"there is no model of size {unknown[0]}; take one of {', '.join(SHAPES)}"
+            f"--staging {staging} is of vLLM's engine, and without two GPUs torch's is measured; "
+            "leave it out"
         )
-    if transport not in TRANSPORTS:
-        raise ConfigurationError(
-            f"there is no transport {transport}; take one of {', '.join(TRANSPORTS)}"
-        )
-    is_cuda = torch.cuda.device_count() > 1
-    if is_cuda and quick:
-        plan = Plan(("1.5B",), 12, 2, 2.0, 64, with_native=False, num_pairs=20)
-    elif is_cuda:
-        plan = Plan(("1.5B", "7B"), 30, 3, 4.0, 64, with_native=True)
-    else:
-        plan = Plan(
-            *(("0.01B",), 5 if quick else 20, 1 if quick else 3, 2.0, 8),
-            with_native=False,
-            num_pairs=10 if quick else 30,
-        )
+    plan = replace(_plan(quick, is_cuda), staging=staging)
     found = [_measure(shape, plan, is_cuda, transport) for shape in shapes or plan.shapes]
     columns = ("model", "what", "p50 ms", "p99 ms", "note")
     rows = tuple(row for measured in found for row in _rows(measured))
     return BenchResult("publish", columns, rows, _keys(found))
+
+
+def _is_on_gpus(num_gpus: int) -> bool:
+    """Two or more: learner and engine each have one. Raises ConfigurationError for one, which
+    would be neither a figure of GPUs nor one of CPUs."""
+    if num_gpus == 1:
+        raise ConfigurationError(
+            "leeway bench publish needs two GPUs, one for the learner and one for the engine, and "
+            "this machine has one; with CUDA_VISIBLE_DEVICES= before it, it measures on the CPU"
+        )
+    return num_gpus > 1
+
+
+def _plan(quick: bool, is_cuda: bool) -> Plan:
+    if is_cuda and quick:
+        return Plan(("1.5B",), 12, 2, 2.0, 64, with_native=False, num_pairs=20)
+    if is_cuda:
+        return Plan(("1.5B", "7B"), 30, 3, 4.0, 64, with_native=True)
+    return Plan(
+        *(("0.01B",), 5 if quick else 20, 1 if quick else 3, 2.0, 8),
+        with_native=False,
+        num_pairs=10 if quick else 30,
+    )
 
 
 def _measure(shape: str, plan: Plan, is_cuda: bool, transport: str) -> Measured:
@@ -139,18 +165,18 @@ def _measure(shape: str, plan: Plan, is_cuda: bool, transport: str) -> Measured:
         with EmbeddedRedis.start(Path(directory, "redis")) as server:
             learner = Learner(shape, server.url, is_cuda, transport)
             try:
-                asyncio.run(_both_ways(measured, plan, learner, folder, server.url))
+                asyncio.run(_both_ways(measured, plan, learner, folder, server.url, is_cuda))
             finally:
                 learner.close()
-    measured.raw_s, measured.device_copy_s = measure(measured.num_bytes)
+    measured.raw_s, measured.device_copy_s = measure(measured.num_bytes, is_cuda)
     return measured
 
 
 async def _both_ways(
-    measured: Measured, plan: Plan, learner: Learner, folder: Path, redis_url: str
+    measured: Measured, plan: Plan, learner: Learner, folder: Path, redis_url: str, is_cuda: bool
 ) -> None:
     await learner.ready()
-    await _publish(measured, plan, learner, folder, redis_url)
+    await _publish(measured, plan, learner, folder, redis_url, is_cuda)
     if plan.with_native:
         await _native(measured, plan, learner, folder)
 
@@ -159,12 +185,12 @@ async def _both_ways(
 
 
 async def _publish(
-    measured: Measured, plan: Plan, learner: Learner, folder: Path, redis_url: str
+    measured: Measured, plan: Plan, learner: Learner, folder: Path, redis_url: str, is_cuda: bool
 ) -> None:
-    config = PolicyConfig(max_model_len=1024, max_num_seqs=plan.num_in_flight)
+    config = PolicyConfig(max_model_len=1024, max_num_seqs=plan.num_in_flight, staging=plan.staging)
     vocab_size = int(SHAPES[measured.shape]["vocab_size"])
     board = PolicyBoard(redis_url, RUN)
-    async with _engine(folder, config) as (policy, meter):
+    async with _engine(folder, config, is_cuda) as (policy, meter):
         membership = Membership(board, policy, "engine", "here")
         serving = asyncio.create_task(membership.run())
         load = Load(policy.complete, vocab_size, plan.num_in_flight)
@@ -254,10 +280,12 @@ async def _logprob_gap(learner: Learner, policy: Any) -> float:
 
 
 @asynccontextmanager
-async def _engine(folder: Path, config: PolicyConfig) -> AsyncIterator[tuple[Any, Meter]]:
+async def _engine(
+    folder: Path, config: PolicyConfig, is_cuda: bool
+) -> AsyncIterator[tuple[Any, Meter]]:
     """The engine on the second GPU; on a CPU the torch one, which starts in a second."""
     meter = Meter()
-    if not torch.cuda.is_available():
+    if not is_cuda:
         from leeway.actors.torch_policy import TorchPolicy
 
         policy: Any = await TorchPolicy.start(folder, config, seed=0, version=PolicyVersion(0))

@@ -16,15 +16,17 @@ REPEATS = 7
 TIMEOUT_S = 300.0
 
 
-def measure(num_bytes: int) -> tuple[float, float]:
-    """Seconds of a broadcast, and of a device-local copy, of `num_bytes`; medians."""
+def measure(num_bytes: int, is_cuda: bool) -> tuple[float, float]:
+    """Seconds of a broadcast, and of a device-local copy, of `num_bytes`; medians. Between two
+    GPUs, or two processes of the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[float, float]] = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(rank, port, num_bytes, results)) for rank in (0, 1)
+        context.Process(target=_rank, args=(rank, port, num_bytes, is_cuda, results))
+        for rank in (0, 1)
     ]
     for process in ranks:
         process.start()
@@ -37,9 +39,12 @@ def measure(num_bytes: int) -> tuple[float, float]:
 
 
 def _rank(
-    rank: int, port: int, num_bytes: int, results: multiprocessing.Queue[tuple[float, float]]
+    rank: int,
+    port: int,
+    num_bytes: int,
+    is_cuda: bool,
+    results: multiprocessing.Queue[tuple[float, float]],
 ) -> None:
-    is_cuda = torch.cuda.device_count() > 1
     device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
