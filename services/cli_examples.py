@@ -149,6 +149,10 @@ EXAMPLES: Final[Mapping[str, tuple[Example, ...]]] = {
     "bench api": _of(("bench api --quick", "in under 45 s")),
     "bench retriever": _of(("bench retriever --quick", "in under 45 s")),
     "bench rollout": _of(("bench rollout --backend torch --quick", "without vLLM")),
+    "bench stability": _of(
+        ("bench stability --max-minutes 9", "what nine minutes hold; again for the rest"),
+        ("bench stability --quick --json", "whether it runs here, in under 45 s"),
+    ),
     "soak": _of(
         ("soak deploy/configs/demo.toml --json", "two hours; one JSON line last"),
         ("soak --judge runs/demo-1/samples.csv", "a soak that is over or under way"),

@@ -186,3 +186,28 @@ def bench_rollout(
     from leeway.services.bench.rollout import run
 
     show(run(quick=quick, backend=backend), as_json=as_json)
+
+
+@bench_app.command("stability")
+def bench_stability(
+    as_json: JsonLast = False,
+    quick: Quick = False,
+    file: Annotated[
+        Path, typer.Option("--file", metavar="FILE", help="TOML file of the sweep.")
+    ] = Path("deploy/configs/sweep-lags.toml"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Its folder; runs/sweeps/NAME, with --quick a temporary."
+        ),
+    ] = None,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option("--max-minutes", min=0.01, help="End then; the same command goes on later."),
+    ] = None,
+) -> None:
+    """Four objectives on data 0, 4 and 16 versions old: what they learn, clip and normalise."""
+    from leeway.services.bench.report import show
+    from leeway.services.bench.stability import run
+
+    show(run(quick=quick, file=file, out=out, max_minutes=max_minutes), as_json=as_json)

@@ -25,7 +25,7 @@ def show(result: BenchResult, *, as_json: bool) -> None:
 
 def json_line(result: BenchResult, on: str) -> str:
     """{"name": ..., "machine": ..., and the bench's keys}."""
-    return json.dumps({"name": result.name, "machine": on, **result.keys})
+    return json.dumps({"name": result.name, "machine": on, **result.keys, **result.cell_keys})
 
 
 def plain_table(result: BenchResult, on: str) -> str:
@@ -34,12 +34,12 @@ def plain_table(result: BenchResult, on: str) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(_pad, row, widths, _is_text(result))).rstrip() for row in cells]
     keys = [f"{name} = {_text(value)}" for name, value in result.keys.items()]
-    return "\n".join([f"bench {result.name}", on, "", *lines, "", *keys])
+    return "\n".join([result.title, on, "", *lines, "", *keys])
 
 
 def _rich_table(result: BenchResult, on: str) -> Table:
     keys = "\n".join(f"{name} = {_text(value)}" for name, value in result.keys.items())
-    table = Table(title=f"bench {result.name}", caption=f"{on}\n{keys}", title_justify="left")
+    table = Table(title=result.title, caption=f"{on}\n{keys}", title_justify="left")
     for name, is_text in zip(result.columns, _is_text(result), strict=True):
         table.add_column(name, justify="left" if is_text else "right")
     for row in result.rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,16 @@ class BenchResult:
     rows: tuple[tuple[str, ...], ...]
     """One per measured case; as many cells as there are columns."""
     keys: dict[str, float | int | str]
-    """What `--json` prints, besides name and machine."""
+    """What `--json` prints, besides name and machine; the table ends with them."""
+    note: str = ""
+    """Stands behind the name, above the table."""
+    cell_keys: dict[str, float | int | str] = field(default_factory=dict[str, float | int | str])
+    """What `--json` prints besides, and the table has in its rows already."""
+
+    @property
+    def title(self) -> str:
+        """bench stability, cut down to 6 steps"""
+        return f"bench {self.name}, {self.note}" if self.note else f"bench {self.name}"
 
 
 def machine() -> str:
