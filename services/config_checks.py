@@ -318,7 +318,7 @@ def _remarks(config: RunConfig) -> Iterator[str]:
         yield (
             f"learner.objective = {show(learner.objective)} takes ratios against the policy at the "
             "start of the step, and learner.num_minibatches = 1 makes one optimizer step of it: "
-            "every ratio is 1 and nothing is clipped"
+            "every ratio is 1 and nothing is clipped; what is left is learner.correction"
         )
     if learner.warmup_steps >= learner.num_steps:
         yield (

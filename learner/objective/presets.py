@@ -246,12 +246,16 @@ def _contradictions(name: str, preset: Objective, objective: Objective) -> Itera
         )
 
 
+def _has_ratios_of_one(config: LearnerConfig, objective: Objective) -> bool:
+    return objective.old == "proximal" and config.num_minibatches == 1
+
+
 def _never_off_policy(config: LearnerConfig, objective: Objective) -> Iterator[str]:
     """One optimizer step from the policy that ratios are taken against: every ratio is 1.
 
     The correction alone is left then, as in decoupled-grpo by itself.
     """
-    if objective.old != "proximal" or config.num_minibatches > 1:
+    if not _has_ratios_of_one(config, objective):
         return
     where = f'learner.objective = "{config.objective}"'
     why = (
@@ -308,6 +312,12 @@ def _idle(config: LearnerConfig, objective: Objective) -> Iterator[tuple[str, st
             "whose critic goes over each batch once, from the very values that the clip is around "
             "(learner.critic_epochs of at least 2 would move them)",
         )
+    if objective.clips and _has_ratios_of_one(config, objective):
+        reason = (
+            "whose ratios are all 1, taken against the start of a step of one optimizer step "
+            "(learner.num_minibatches of at least 2 would clip)"
+        )
+        is_read |= dict.fromkeys(("eps_low", "eps_high", "dual_clip"), (False, reason))
     for key, (reads, reason) in is_read.items():
         if getattr(config, key) is not None and not reads:
             yield key, reason

@@ -160,6 +160,9 @@ def test_an_unknown_objective_is_refused_with_the_names_that_exist() -> None:
         ("so-grpo", {"critic_learning_rate": 1e-3}),
         ("grpo", {"max_correction": 3.0}),
         ("rloo", {"old": "proximal"}),
+        ("decoupled-grpo", {"eps_high": 0.3}),
+        ("decoupled-ppo", {"dual_clip": 3.0}),
+        ("cispo", {"eps_low": 0.3, "old": "proximal", "correction": "mask"}),
         ("ppo", {"value_clip": 0.2}),
         ("so-ppo", {"value_clip": 0.2, "critic_epochs": 1}),
         ("grpo", {"value_clip": 0.2}),
@@ -222,6 +225,11 @@ def test_one_step_of_a_decoupled_objective_is_its_correction_and_stays(
     override: dict[str, str | bool],
 ) -> None:
     resolve(LearnerConfig.model_validate({"objective": "decoupled-grpo"} | override))
+
+
+def test_a_clip_distance_of_a_decoupled_objective_is_read_from_the_second_minibatch_on() -> None:
+    config = LearnerConfig(objective="decoupled-grpo", eps_low=0.1, num_minibatches=2)
+    assert resolve(config).eps_low == 0.1
 
 
 def test_a_value_clip_is_read_from_the_second_epoch_on() -> None:
