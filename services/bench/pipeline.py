@@ -23,6 +23,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -40,6 +43,7 @@ SETTLING_STEPS: Final = 3 * NUM_DRAWS
 """Apart. A lookahead looks at NUM_DRAWS draws, lets pass the five that still draw what was admitted
 before, looks at as many again, and the groups of a second cut are used up in three."""
 RUN_TIMEOUT_S: Final = 900.0
+LOOK_S: Final = 0.1
 Half = Literal["asynchronous", "synchronous"]
 STALENESS: Final[dict[Half, int]] = {"asynchronous": 16, "synchronous": 0}
 """Bounds. 16: no group is so slow that the learner waits for it; how old groups are follows from an
@@ -117,8 +121,9 @@ def run(*, quick: bool, out: Path | None = None, half: Half | None = None) -> Be
     folder = out or Path(tempfile.mkdtemp(prefix="leeway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)
     model = _model(folder, is_cuda)
-    names = STALENESS if half is None else (half,)
-    runs = {name: _play(folder / name, name, model, size, is_cuda) for name in names}
+    names = tuple(STALENESS) if half is None else (half,)
+    # Two engines at a time would not fit into one GPU.
+    runs = _play_all(folder, names, model, size, is_cuda, overlaps=quick and not is_cuda)
     courses = {name: course_of(runs[name], _num_before(name, size)) for name in names}
     rows = [_row(name, course) for name, course in courses.items()]
     keys: dict[str, float | int | str] = {}
@@ -188,7 +193,7 @@ def _size(quick: bool, is_cuda: bool) -> Size:
         return Size(*steps, 16, 200, 400, 512, learner)
     learner = {"micro_batch_tokens": 2048, "num_threads": 1}
     if quick:
-        return Size(2, 4, 2, 16, 32, 16, learner)
+        return Size(2, 3, 2, 8, 16, 16, learner)
     return Size(12, SETTLING_STEPS, 4, 24, 192, 32, learner)
 
 
@@ -202,6 +207,36 @@ def _model(folder: Path, is_cuda: bool) -> Path:
     if not is_cuda:
         return bundled
     return made if made.is_dir() else large_model(bundled, folder)
+
+
+def _play_all(
+    folder: Path, names: Sequence[Half], model: Path, size: Size, is_cuda: bool, *, overlaps: bool
+) -> dict[Half, Path]:
+    """The directory of each run, one after the other.
+
+    Overlapping, a run begins as soon as the steps of the one before are trained: the end of that
+    one and the beginning of this are not looked at, and are most of what a short run takes.
+    """
+    playing: dict[Half, Future[Path]] = {}
+    with ThreadPoolExecutor() as pool:
+        for name in names:
+            for before, run in playing.items():
+                if overlaps:
+                    _until_trained(folder / before, run, _num_before(before, size) + size.num_steps)
+                else:
+                    run.result()
+            playing[name] = pool.submit(_play, folder / name, name, model, size, is_cuda)
+    return {name: run.result() for name, run in playing.items()}
+
+
+def _until_trained(folder: Path, run: Future[Path], num_steps: int) -> None:
+    """Until a run below `folder` has written down so many steps. Raises what ended it before."""
+    while not run.done():
+        for metrics in folder.glob("runs/*/metrics.jsonl"):
+            if metrics.read_bytes().count(b"\n") >= num_steps:
+                return
+        time.sleep(LOOK_S)
+    run.result()
 
 
 def _play(folder: Path, half: Half, model: Path, size: Size, is_cuda: bool) -> Path:

@@ -1,6 +1,7 @@
 """What `leeway bench pipeline` reads from a run's metrics."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,18 +83,18 @@ def test_half_that_was_cut_is_played_from_its_start_and_one_that_ended_is_not(
 def test_one_half_has_its_own_figures_and_the_other_is_compared_with_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Apart 6 steps, of which those behind the fourth are looked at; in lockstep 4 and two."""
+    """Apart 5 steps, of which those behind the third are looked at; in lockstep 4 and two."""
     played: list[str] = []
 
     def play(folder: Path, half: str, model: Path, size: object, is_cuda: bool) -> Path:
         played.append(half)
         apart = half == "asynchronous"
-        lines = [line(step, 0) for step in range(1, 7 if apart else 5)]
+        lines = [line(step, 0) for step in range(1, 6 if apart else 5)]
         for of_step in lines:
-            settled = of_step["step"] > 4
+            settled = of_step["step"] > 3
             of_step["time"] *= 1.0 if apart else 2.0
             of_step["wait_s"] = 2.0 if settled else 5.0
-            of_step["engine_busy_s"] += 1.0 if of_step["step"] == 4 else 0.0
+            of_step["engine_busy_s"] += 1.0 if of_step["step"] == 3 else 0.0
         folder.mkdir(exist_ok=True)
         (folder / "metrics.jsonl").write_text("\n".join(json.dumps(part) for part in lines))
         return folder
@@ -103,12 +104,12 @@ def test_one_half_has_its_own_figures_and_the_other_is_compared_with_it_later(
     assert played == ["asynchronous"]
     assert result.keys["half"] == "asynchronous"
     assert (result.keys["learner_idle"], result.keys["settling_learner_idle"]) == (0.2, 0.5)
-    assert (result.keys["engine_busy"], result.keys["settling_engine_busy"]) == (0.85, 0.95)
-    assert result.keys["staleness"] == 2.75
+    assert (result.keys["engine_busy"], result.keys["settling_engine_busy"]) == (0.85, 1.0)
+    assert result.keys["staleness"] == 2.25
     assert result.keys["longest_wait_s"] == 2.0
-    assert [row[0] for row in result.rows] == ["asynchronous, steps 3 to 4", "asynchronous"]
+    assert [row[0] for row in result.rows] == ["asynchronous, steps 3 to 3", "asynchronous"]
     both = pipeline.run(quick=True, out=tmp_path)
-    assert (both.keys["speedup"], both.keys["synchronous_learner_idle"]) == (2.0, 0.25)
+    assert (both.keys["speedup"], both.keys["synchronous_learner_idle"]) == (2.0, 0.175)
     assert played == ["asynchronous", "asynchronous", "synchronous"]
     assert set(pipeline.run(quick=True, out=tmp_path, half="synchronous").keys).isdisjoint(
         {"settling_engine_busy", "speedup"}
@@ -118,3 +119,52 @@ def test_one_half_has_its_own_figures_and_the_other_is_compared_with_it_later(
 def test_half_without_a_folder_is_refused_in_words():
     with pytest.raises(ConfigurationError, match=r"give both the same --out FOLDER"):
         pipeline.run(quick=True, half="synchronous")
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "order"),
+    [
+        (True, ["asynchronous began", "synchronous began", "asynchronous ended"]),
+        (False, ["asynchronous began", "asynchronous ended", "synchronous began"]),
+    ],
+)
+def test_a_short_run_ends_while_the_next_begins_and_a_long_one_before(
+    overlaps: bool, order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The steps are trained at once; the end comes when the other has begun, or 0.3 s later."""
+    happened: list[str] = []
+    other = threading.Event()
+
+    def play(folder: Path, half: str, *_: object) -> Path:
+        happened.append(f"{half} began")
+        if half == "synchronous":
+            other.set()
+            return folder
+        run = folder / "runs" / "run-1"
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text("{}\n" * 5)
+        other.wait(60 if overlaps else 0.3)
+        happened.append(f"{half} ended")
+        return folder
+
+    monkeypatch.setattr(pipeline, "_play", play)
+    size = pipeline._size(True, False)
+    names = tuple(pipeline.STALENESS)
+    runs = pipeline._play_all(tmp_path, names, tmp_path, size, False, overlaps=overlaps)
+    assert runs == {name: tmp_path / name for name in names}
+    assert happened == order
+
+
+def test_a_run_that_fails_before_its_last_step_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    played: list[str] = []
+
+    def fail(folder: Path, half: str, *_: object) -> Path:
+        played.append(half)
+        raise RuntimeError("leeway train ended with 1")
+
+    monkeypatch.setattr(pipeline, "_play", fail)
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        pipeline.run(quick=True, out=tmp_path)
+    assert played == ["asynchronous"]
