@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, Self
@@ -217,6 +218,23 @@ class Model:
 
 
 @dataclass
+class Hold:
+    """A lease as its consumer had it, on a clock that all processes share."""
+
+    asked_ns: int
+    """The lease was given later, so it expires later than a lease's time from here."""
+    got_ns: int
+    ids: list[str]
+    end_ns: int | None = None
+    """When it was about to be handed back; None: its consumer was killed."""
+
+    def surely_ended_ns(self, lease_timeout_s: float) -> int:
+        """Until then the lease was live."""
+        expires_ns = self.asked_ns + int(1e9 * lease_timeout_s)
+        return expires_ns if self.end_ns is None else min(expires_ns, self.end_ns)
+
+
+@dataclass
 class Ledgers:
     """What the killed processes wrote down. A process that was killed between two lines leaves an
     operation of which nobody knows whether it happened: `maybe`."""
@@ -234,6 +252,10 @@ class Ledgers:
     lags: list[int] = field(default_factory=list[int])
     """Staleness of every group that was handed out."""
     num_leases: int = 0
+    open_draws: set[str] = field(default_factory=set[str])
+    """Draws that were begun and never came back, by when they were begun."""
+    holds: dict[str, Hold] = field(default_factory=dict[str, "Hold"])
+    """Every lease that came to its consumer."""
     errors: list[str] = field(default_factory=list[str])
 
     @classmethod
@@ -245,7 +267,9 @@ class Ledgers:
         return ledgers
 
     def take(self, event: str, name: str, *rest: str) -> None:
-        if event == "add":
+        if event in ("draw", "undrawn", "holds", "lets-go", "drawn"):
+            self._take_of_draw(event, name, *rest)
+        elif event == "add":
             self.maybe_added.add(name)
         elif event in ("added", "refused"):
             self.maybe_added.remove(name)
@@ -255,9 +279,6 @@ class Ledgers:
             self.granted_ns[name] = int(rest[0])
         elif event == "restored":
             self.restored.append((int(name), int(rest[0])))
-        elif event == "drawn":
-            self.num_leases += 1
-            self.lags += map(int, rest)
         elif event == "acknowledge":
             self.maybe_trained.update(rest)
         elif event in ("acknowledged", "expired"):
@@ -266,6 +287,21 @@ class Ledgers:
         elif event == "error":
             self.errors.append(" ".join((name, *rest)))
 
+    def _take_of_draw(self, event: str, name: str, *rest: str) -> None:
+        if event == "draw":
+            self.open_draws.add(name)
+        elif event == "undrawn":
+            self.open_draws.remove(name)
+        elif event == "holds":
+            asked_ns, got_ns, *ids = rest
+            self.open_draws.remove(asked_ns)
+            self.holds[name] = Hold(int(asked_ns), int(got_ns), ids)
+        elif event == "lets-go":
+            self.holds[name].end_ns = int(rest[0])
+        else:
+            self.num_leases += 1
+            self.lags += map(int, rest)
+
     def went_back_behind(self, group_id: str) -> bool:
         """Whether the buffer has gone back behind this group since its slot was granted: it drops
         what holds a token of a version that is lost, stored or yet to come."""
@@ -273,25 +309,34 @@ class Ledgers:
         return any(newest > version and granted_ns <= at_ns for version, at_ns in self.restored)
 
     def check(
-        self, config: ReplayConfig, stats: ReplayStats, stored: dict[str, StoredGroup]
+        self,
+        config: ReplayConfig,
+        stats: ReplayStats,
+        stored: dict[str, StoredGroup],
+        dropped: dict[str, str],
     ) -> None:
-        """The buffer after everyone is gone, against the ledgers. Nothing is held any more."""
+        """The buffer after everyone is gone, against the ledgers. Nothing is held any more.
+        `dropped` are the groups that the buffer says it has dropped, with the reason of each."""
         assert not self.errors
+        self.check_holds(config.lease_timeout_s)
         trained, maybe = self.num_trained_of, self.maybe_trained
         assert max(trained.values()) <= config.max_draws, "acknowledged once for each of its draws"
         assert max(self.lags) <= config.max_staleness
         for group_id, record in stored.items():
             assert trained[group_id] <= record.draws <= trained[group_id] + maybe[group_id]
 
-        by_buffer = sum(n for reason, n in stats.dropped.items() if reason != "test")
-        missing = self.added - set(trained) - set(maybe) - set(stored)
-        assert len(missing) <= by_buffer, f"added, and neither trained nor stored: {missing}"
-        # Every group that came in is accounted for, the dropped ones by number.
+        # Each by its id: a group that is lost must not hide behind another that was dropped.
+        missing = self.added - set(trained) - set(maybe) - set(stored) - set(dropped)
+        assert not missing, "added, and neither trained nor stored nor dropped"
+        assert not set(dropped) & set(trained), "dropped as untrained, and trained"
+        assert not set(dropped) & set(stored), "dropped, and stored"
+        by_buffer = {reason: n for reason, n in stats.dropped.items() if reason != "test"}
+        assert Counter(dropped.values()) == by_buffer
         num_untrained = sum(record.draws == 0 for record in stored.values())
-        num_gone = stats.num_added - num_untrained - by_buffer
+        num_gone = stats.num_added - num_untrained - len(dropped)
         assert len(trained) <= num_gone <= len(set(trained) | set(maybe))
         if config.max_draws == 1:
-            assert stats.num_added == stats.num_trained + len(stored) + by_buffer
+            assert stats.num_added == stats.num_trained + len(stored) + len(dropped)
 
         assert len(self.added) <= stats.num_added <= len(self.added | self.maybe_added)
         assert trained.total() <= stats.num_trained <= trained.total() + maybe.total()
@@ -300,6 +345,18 @@ class Ledgers:
         assert stats.num_admitted == num_slots_ended
         assert stats.num_bytes == sum(record.size for record in stored.values())
         assert (stats.num_slots, stats.num_leased, stats.slots, stats.leases) == (0, 0, (), ())
+
+    def check_holds(self, lease_timeout_s: float) -> None:
+        """No group was under two live leases."""
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for hold in self.holds.values():
+            for group_id in hold.ids:
+                span = hold.got_ns, hold.surely_ended_ns(lease_timeout_s)
+                spans.setdefault(group_id, []).append(span)
+        for group_id, held in spans.items():
+            held.sort()
+            for (_, end_ns), (start_ns, _) in pairwise(held):
+                assert end_ns <= start_ns, f"{group_id} was under two leases"
 
 
 def set_clock(admin: Any, seconds: float) -> None:

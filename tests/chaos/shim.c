@@ -1,7 +1,8 @@
 /* Preloaded into Redis and Leeway's own processes of a run under faults (shim.py builds it).
 
-   It reads two numbers from a file that all map: by how much the wall clock is wrong, and how long
-   each write to a disk takes longer. Ray's daemons keep their clock and their speed: absl waits by
+   It reads numbers from a file that all map: by how much the wall clock is wrong, how long each write
+   to a disk takes longer, and whether Redis is to stand still in the next write or sync of its
+   append-only file, to be killed there. Ray's daemons keep their clock and their speed: absl waits by
    the kernel's clock, which nobody here may set. */
 
 #define _GNU_SOURCE
@@ -20,7 +21,12 @@
 struct control {
   volatile int64_t clock_ms;  /* added to the wall clock */
   volatile int64_t disk_us;   /* slept before each write to a regular file, and each sync */
+  volatile int64_t hold;      /* 0, HOLD_WRITE or HOLD_SYNC */
+  volatile int64_t part;      /* of the held write, in thousandths: so much of it is written */
+  volatile int64_t held;      /* process id of who stands still, written by it */
 };
+
+enum { HOLD_WRITE = 1, HOLD_SYNC = 2 };
 
 static struct control nothing;
 static struct control *control = &nothing;
@@ -43,9 +49,9 @@ static int is_ours(void) {
 __attribute__((constructor)) static void start(void) {
   const char *path = getenv("LEEWAY_CHAOS_CONTROL");
   if (!path || !is_ours()) return;
-  int file = open(path, O_RDONLY | O_CLOEXEC);
+  int file = open(path, O_RDWR | O_CLOEXEC);
   if (file < 0) return;
-  void *found = mmap(NULL, sizeof *control, PROT_READ, MAP_SHARED, file, 0);
+  void *found = mmap(NULL, sizeof *control, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (found != MAP_FAILED) control = found;
 }
@@ -99,17 +105,45 @@ static void wait_for_disk(int file) {
   if (!fstat(file, &about) && S_ISREG(about.st_mode)) usleep((useconds_t)us);
 }
 
+/* Until SIGKILL, which needs no answer. */
+static void stand_still(void) {
+  control->held = getpid();
+  for (;;) pause();
+}
+
+/* Scripts stand between MULTI and EXEC in the append-only file, and in nothing else that is written
+   to a file. */
+static int is_script(int file, const void *bytes, size_t size) {
+  struct stat about;
+  return memmem(bytes, size, "\r\nMULTI\r\n", 9) && !fstat(file, &about) && S_ISREG(about.st_mode);
+}
+
+static int last_script = -1; /* the file to which the last write was a script */
+
 ssize_t write(int file, const void *bytes, size_t size) {
   static __typeof__(&write) real;
   if (!real) real = REAL(write);
   wait_for_disk(file);
+  if (control->hold) {
+    int found = is_script(file, bytes, size);
+    if (found && control->hold == HOLD_WRITE) {
+      real(file, bytes, size * (size_t)control->part / 1000);
+      stand_still();
+    }
+    if (found) last_script = file;
+  }
   return real(file, bytes, size);
+}
+
+static void hold_sync(int file) {
+  if (control->hold == HOLD_SYNC && file == last_script) stand_still();
 }
 
 int fsync(int file) {
   static __typeof__(&fsync) real;
   if (!real) real = REAL(fsync);
   wait_for_disk(file);
+  hold_sync(file);
   return real(file);
 }
 
@@ -117,5 +151,6 @@ int fdatasync(int file) {
   static __typeof__(&fdatasync) real;
   if (!real) real = REAL(fdatasync);
   wait_for_disk(file);
+  hold_sync(file);
   return real(file);
 }

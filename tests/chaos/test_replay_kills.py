@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,12 +31,13 @@ from leeway.replay.schema import PolicyVersion
 from leeway.replay.server import EmbeddedRedis
 from leeway.replay.store import Lease, Replay, Slot
 from leeway.replay.synthetic import build_group
-from tests.chaos.conftest import RUN, Swarm
+from tests.chaos.history import History
 from tests.chaos.replay_ledger import Ledgers, scripts_on_our_clock, set_clock
+from tests.chaos.swarm import PREFIX, RUN, SHARES, Swarm
 
-NUM_KILLS = int(os.environ.get("LEEWAY_KILLS", "24"))
-"""Kills of each kind, over both settings."""
-TIMEOUT_S = 1.5
+NUM_KILLS = int(os.environ.get("LEEWAY_KILLS", "200"))
+"""Kills of each kind of swarm.py over both settings, a quarter of them of acknowledgements."""
+TIMEOUT_S = 1.0
 """Of slots and leases, so that what the dead held comes back during the run."""
 SETTLE_S = 20.0
 CONFIG = ReplayConfig(groups_per_step=2, max_staleness=1)
@@ -45,6 +49,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.skipif(
+    not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler to hold a write with"
+)
 @pytest.mark.timeout(100 + 4 * NUM_KILLS)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_nothing_acknowledged_is_lost_or_doubled_by_kills(build_swarm, settings):
@@ -59,13 +66,14 @@ def test_nothing_acknowledged_is_lost_or_doubled_by_kills(build_swarm, settings)
         **settings,
     )
     swarm: Swarm = build_swarm(config, seed)
-    kinds = ["producer", "consumer", "redis"] * ((NUM_KILLS + 1) // 2)
+    kinds = [kind for kind, share in SHARES.items() for _ in range(ceil(share * NUM_KILLS / 2))]
     swarm.rng.shuffle(kinds)
     for kind in kinds:
-        time.sleep(swarm.rng.uniform(0, 0.12))
         swarm.kill(kind)
     time.sleep(TIMEOUT_S)
     swarm.stop()
+    # Every kill waits until it can land, so all have.
+    assert {kind: swarm.landed.of(kind) for kind in SHARES} == Counter(kinds)
     asyncio.run(check(swarm))
 
 
@@ -76,11 +84,33 @@ async def check(swarm: Swarm) -> None:
     while (stats := await replay.stats()).num_slots or stats.leases:
         assert time.monotonic() < deadline, f"held by nobody: {stats.slots} {stats.leases}"
         await asyncio.sleep(0.1)
-    ledgers = Ledgers.read(swarm.ledgers)
-    ledgers.check(swarm.config, stats, await replay.buffer.records())
-    print(f"{ledgers.num_leases} leases, {stats}")
+    ledgers, history = Ledgers.read(swarm.ledgers), History.read(swarm.home, PREFIX)
+    check_killed_calls(swarm, ledgers, history)
+    ledgers.check(swarm.config, stats, await replay.buffer.records(), history.dropped)
+    print(f"{dict(swarm.landed.num)}, {swarm.landed.num_open} files ended within a script")
+    print(f"{len(ledgers.added)} added, {ledgers.num_leases} leases, {stats}")
     assert ledgers.num_leases > NUM_KILLS, "the run went on between the kills"
     await replay.close()
+
+
+def check_killed_calls(swarm: Swarm, ledgers: Ledgers, history: History) -> None:
+    """What a killed process was about has happened if its script had run, and only then."""
+    names = swarm.landed.names
+    done, undone = names["add reply"], names["add request"]
+    assert ledgers.maybe_added == done | undone, "only what was killed in an add does not know"
+    assert done <= history.arrived
+    assert not undone & history.arrived
+    ledgers.maybe_added -= done
+    ledgers.added |= done  # Redis has answered, so they count as acknowledged
+
+    leased = names["draw reply"] | names["draw payloads"]
+    assert leased <= history.leased
+    assert not names["draw request"] & history.leased
+    assert not leased & history.acknowledged, "nobody knew these leases"
+    assert len(ledgers.open_draws) == swarm.landed.of("draw")
+
+    assert names["acknowledge reply"] <= history.acknowledged
+    assert not names["acknowledge request"] & history.acknowledged
 
 
 # --- replies that are lost ----------------------------------------------------------------------
