@@ -92,6 +92,10 @@ def sweep_report(folder: Folder, retention: Retention = None, as_json: AsJson = 
 def sweep_compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a sweep.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Folder of another.")],
+    across: Annotated[
+        list[str] | None,
+        typer.Option("--across", metavar="AXIS", help="It may differ within a pair; repeatable."),
+    ] = None,
     retention: Retention = None,
     as_json: AsJson = False,
 ) -> None:
@@ -102,7 +106,7 @@ def sweep_compare(
     from leeway.services.experiments.sweep_report import findings
 
     found = [findings(_existing(folder), retention) for folder in (a, b)]
-    comparison = compare(*found)
+    comparison = compare(found[0], found[1], across or ())
     if as_json:
         typer.echo(msgspec.json.encode(comparison).decode())
     else:
@@ -230,12 +234,16 @@ def _show_comparison(found: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("series", "staleness", found.a, found.b, "difference", title="held-out score")
+    from leeway.services.experiments.sweep_compare import label
+
+    columns = ("series", "learning rate", "staleness", found.a, found.b, "difference")
+    table = Table(*columns, title="held-out score")
     for pair in found.pairs:
         half = "" if pair.half_width is None else f" ± {pair.half_width:.3f}"
         mark = " *" if pair.is_clear else ""
         table.add_row(
-            pair.series,
+            label(pair.series_a, pair.series_b),
+            f"{pair.learning_rate_a:g}, {pair.learning_rate_b:g}",
             f"{pair.staleness_a:.3g}, {pair.staleness_b:.3g}",
             f"{pair.score_a:.3f}",
             f"{pair.score_b:.3f}",

@@ -166,7 +166,7 @@ def _same_of_grid(arm: Arm, rate: float, grid: list[Arm]) -> Arm:
 def _arm(sweep: Sweep, axes: dict[str, Any]) -> Arm:
     chosen: dict[str, Any] = {}
     for axis, value in axes.items():
-        chosen |= _keys_of(axis, value)
+        chosen |= keys_of(axis, value)
     common = dict(_set_keys(sweep, chosen))
     values = common | chosen
     base = _base_config(sweep)
@@ -197,7 +197,7 @@ def _set_keys(sweep: Sweep, chosen: Mapping[str, Any]) -> Iterator[tuple[str, An
     for key in given & chosen.keys():
         raise ConfigurationError(f"--set {key} contradicts the grid, which varies it; leave it out")
     for axis, value in sweep.file.set.items():
-        for key, of_key in _keys_of(axis, value).items():
+        for key, of_key in keys_of(axis, value).items():
             if key in given:
                 continue
             if key in chosen:
@@ -207,7 +207,7 @@ def _set_keys(sweep: Sweep, chosen: Mapping[str, Any]) -> Iterator[tuple[str, An
             yield key, of_key
 
 
-def _keys_of(axis: str, value: Any) -> dict[str, Any]:
+def keys_of(axis: str, value: Any) -> dict[str, Any]:
     """Configuration keys that an axis at a value stands for."""
     if axis == "ctn":
         if value not in CTN_FORMS:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from leeway.services.experiments.arm_result import ArmResult, ArmSpec, write_result
 from leeway.services.experiments.collapse import CollapseRule, Evaluated
+from leeway.services.experiments.sweep_arms import keys_of
 from leeway.services.experiments.sweep_folder import SweepFolder
 
 RULE = CollapseRule().model_dump()
@@ -30,6 +32,10 @@ def arm(
     collapse_step: int | None = None,
 ) -> ArmResult:
     """Four steps; behind the ramp every one is `lag` old, or as `lags` says."""
+    told = {
+        k: v for axis, value in (variant or {}).items() for k, v in keys_of(axis, value).items()
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in told.items()]
     ages = [float(min(step, lag)) for step in range(4)] if lags is None else list(lags)
     words = [objective, str(lag), str(seed), f"{rate:g}", *(variant or {}).values()]
     spec = ArmSpec(
@@ -39,7 +45,7 @@ def arm(
         seed=seed,
         variant=variant or {},
         is_scan=is_scan,
-        overrides=(f"learner.learning_rate={rate}",),
+        overrides=(*overrides, f"learner.learning_rate={rate}"),
         mode=mode,
         loop="in-process",
         collapse=RULE,

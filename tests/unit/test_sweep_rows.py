@@ -5,6 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from leeway.replay.errors import ConfigurationError
+from leeway.services.experiments.arm_result import ArmResult
 from leeway.services.experiments.collapse import Evaluated
 from leeway.services.experiments.sweep_compare import compare, half_width
 from leeway.services.experiments.sweep_delay import delays_of
@@ -280,3 +282,66 @@ def test_sweeps_are_compared_at_like_staleness(tmp_path: Path):
     assert pair.difference == pytest.approx(0.1)
     assert (found.only_a, found.only_b, found.kept) == (["ppo"], [], {"grpo": (3.0, 1.0)})
     assert list(found.settings) == ["grid"]
+
+
+def matches(
+    tmp_path: Path, a: list[ArmResult], b: list[ArmResult], **options: list[str]
+) -> list[tuple[str, str, float, float]]:
+    found = compare(
+        findings(leave(tmp_path / "a", a)), findings(leave(tmp_path / "b", b)), **options
+    )
+    return [(p.series_a, p.series_b, p.learning_rate_a, p.learning_rate_b) for p in found.pairs]
+
+
+def test_a_rate_that_is_varied_meets_one_that_was_scanned(tmp_path: Path):
+    varied = arm("so-grpo", rate=5e-5, variant={"learning_rate": 5e-5})
+    assert matches(tmp_path, [arm("so-grpo", rate=2e-4)], [varied]) == [
+        ("so-grpo", "so-grpo · learning_rate 5e-05", 2e-4, 5e-5)
+    ]
+
+
+def test_of_several_counterparts_those_at_the_same_rate_count(tmp_path: Path):
+    arms = [arm("so-grpo", rate=r, variant={"learning_rate": r}) for r in (5e-5, 1e-4)]
+    found = matches(tmp_path, arms, arms)
+    assert sorted((of_a, of_b) for _, _, of_a, of_b in found) == [(5e-5, 5e-5), (1e-4, 1e-4)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_pairs"),
+    [
+        # What so-grpo has anyway.
+        ({"learner.ratio": "turn"}, 1),
+        ({"eps": 0.2, "ctn": "gradient"}, 1),
+        ({"draws": 1}, 1),
+        ({"learner.ratio": "turn-arithmetic"}, 0),
+        ({"eps": 0.004}, 0),
+        ({"draws": 2}, 0),
+    ],
+)
+def test_a_key_that_one_sweep_varies_is_at_its_preset_or_default_in_the_other(
+    tmp_path: Path, variant: dict[str, object], num_pairs: int
+):
+    assert len(matches(tmp_path, [arm("so-grpo")], [arm("so-grpo", variant=variant)])) == num_pairs
+
+
+def test_what_one_sweep_sets_for_every_arm_meets_what_the_other_varies(tmp_path: Path):
+    one = arm("so-grpo")
+    told = ("learner.eps_low=0.004", "learner.eps_high=0.004", *one.spec.overrides)
+    one = msgspec.structs.replace(one, spec=msgspec.structs.replace(one.spec, overrides=told))
+    varied = [arm("so-grpo", variant={"eps": eps}) for eps in (0.2, 0.004)]
+    assert [pair[1] for pair in matches(tmp_path, [one], varied)] == ["so-grpo · eps 0.004"]
+
+
+def test_an_axis_may_differ_within_a_pair_when_asked(tmp_path: Path):
+    b = [arm(variant={"eps": eps}) for eps in (0.004, 0.3)]
+    found = matches(tmp_path, [arm()], b, across=["eps"])
+    assert [pair[:2] for pair in found] == [
+        ("grpo", "grpo · eps 0.004"),
+        ("grpo", "grpo · eps 0.3"),
+    ]
+    written_out = arm(variant={"learner.eps_low": 0.1, "learner.eps_high": 0.1})
+    assert len(matches(tmp_path / "keys", [written_out], b, across=["eps"])) == 2
+    with pytest.raises(ConfigurationError, match="--across ctn: neither c nor d varies it"):
+        compare(
+            findings(leave(tmp_path / "c", [arm()])), findings(leave(tmp_path / "d", b)), ["ctn"]
+        )
