@@ -324,7 +324,7 @@ class VllmPolicy:
         await self._check(checksum)
         try:
             await self._pause()
-            [worker, *_] = await self._engine.collective_rpc("leeway_commit", args=(str(version),))
+            ranks = await self._engine.collective_rpc("leeway_commit", args=(str(version),))
             self._version = version
             self._num_commits += 1
             pause_s = await self._resume(version)
@@ -340,8 +340,8 @@ class VllmPolicy:
             version=version,
             checksum=checksum,
             pause_s=pause_s,
-            copy_s=worker["copy_s"],
-            wire_s=worker["wire_s"],
+            copy_s=max(rank["copy_s"] for rank in ranks),
+            wire_s=max(rank["wire_s"] for rank in ranks),
         )
 
     async def _check(self, checksum: str) -> None:
