@@ -15,7 +15,7 @@ import msgspec
 
 from leeway.learner.errors import LearnerStopped
 from leeway.learner.weights.publisher import Published
-from leeway.replay.errors import WaitTimeout
+from leeway.replay.errors import NoAnswer, WaitTimeout
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease, Replay
 from leeway.replay.waiting import added
@@ -77,7 +77,7 @@ async def draw(learning: Learning, replay: Replay) -> Lease | None:
             return msgspec.structs.replace(lease, waited_s=added(waited_s, lease.waited_s))
         except WaitTimeout as timeout:
             waited_s = added(waited_s, timeout.waited_s)
-            if is_drained:
+            if is_drained and not isinstance(timeout, NoAnswer):
                 return None
             await learning.answer_requests()
             # The last group may have come between the draw and this look: one more draw tells.

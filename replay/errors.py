@@ -5,8 +5,9 @@ LeewayError                  every error this project raises on purpose
 ├── DataError                a record, question or corpus line that cannot be used
 │   └── CodecError           bytes that are not a group of this schema version
 ├── WaitTimeout              a deadline passed; the message says who was waited for
+│   └── NoAnswer             Redis was waited for: it was silent when the deadline came
 ├── StoreError               the buffer refused an operation
-│   ├── StoreUnavailable     no answer from Redis within the deadline
+│   ├── StoreUnavailable     no answer from Redis for as long as a call is tried
 │   ├── SlotExpired          the slot's lease ended before the group was added
 │   ├── LeaseExpired         the draw's lease ended before it was acknowledged
 │   └── StalenessViolation   a group outside the staleness bound reached a consumer
@@ -57,12 +58,16 @@ class WaitTimeout(LeewayError):
         self.waited_s = waited_s or {}
 
 
+class NoAnswer(WaitTimeout):
+    """Redis was silent when the deadline came. Whether there is room, or a step, nobody knows."""
+
+
 class StoreError(LeewayError):
     """The replay buffer refused an operation."""
 
 
 class StoreUnavailable(StoreError):
-    """Redis gave no answer within the deadline."""
+    """Redis gave no answer for as long as a call is tried."""
 
 
 class SlotExpired(StoreError):

@@ -15,6 +15,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final
 
 from leeway.replay.allocator import keep_freed_memory
@@ -27,7 +28,8 @@ from leeway.replay.bounds import (
 from leeway.replay.callers import Callers
 from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Link
-from leeway.replay.errors import LeewayError, WaitTimeout
+from leeway.replay.errors import LeewayError, NoAnswer, WaitTimeout
+from leeway.replay.late import Late
 from leeway.replay.portions import Portions
 from leeway.replay.redis_buffer import RedisBuffer
 from leeway.replay.schema import Group, GroupId, PolicyVersion, columns_of
@@ -60,7 +62,8 @@ class RedisReplay:
     def __init__(
         self, url: str, run: str, config: ReplayConfig, retry_s: float = 30.0, shard: int = 0
     ) -> None:
-        """`retry_s` bounds how long a call is tried again while Redis does not answer."""
+        """`retry_s` bounds how long a call is tried again while Redis does not answer. One with a
+        deadline ends ANSWER_S of late.py after it."""
         keep_freed_memory()
         self.config = config
         self._link = Link(url, retry_s)
@@ -71,34 +74,26 @@ class RedisReplay:
         self._data = Wakeups(self._link, f"{self.buffer.prefix}data")
         self._admitting: Turns[list[Slot], Refusal] = Turns(self._room, Refusal)
         self._drawing: Turns[Leased, Shortage] = Turns(self._data, Shortage)
+        self._late_slots: Late[list[Slot], Refusal] = Late(self._link, Refusal)
+        self._late_draws: Late[tuple[str, Drawn], Shortage] = Late(self._link, Shortage)
 
     async def admit(
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
     ) -> list[Slot]:
         """See Replay. The slot ids are made here, so a repeated request is granted once."""
-        slot_ids = _new_ids(checked_number(n))
+        n = checked_number(n)
         wait, callers = Wait(timeout_s), self._rollouts
         was_open = False
         try:
             while True:
                 now = await current(version)
-
-                async def attempt(now: PolicyVersion | None = now) -> list[Slot] | Refusal:
-                    return await self.buffer.admit(slot_ids, now, callers.report(wait))
-
-                # A caller that will not wait for the next signal asks itself.
-                granted = await (
-                    self._admitting.do(
-                        attempt,
-                        was_woken=wait.waited_s > 0,
-                        would_be=lambda r, now=now: r.version == now,
-                    )
-                    if timeout_s > 0
-                    else self.buffer.admit(slot_ids, now)
-                )
+                call = partial(self._ask_for_slots, n, now, wait, timeout_s > 0)
+                granted = await self._late_slots.ask(call, wait)
                 if not isinstance(granted, Refusal):
                     callers.end(wait)
-                    return granted
+                    if granted[n:]:
+                        self._late_slots.keep(granted[n:])
+                    return granted[:n]
                 is_told_to_stop = was_open and granted.reason == "paused"
                 was_open = granted.reason != "paused"
                 if wait.is_over or is_told_to_stop:
@@ -107,8 +102,26 @@ class RedisReplay:
                 callers.begin(wait)
                 left_s = min(left_s, RECHECK_S) if callable(version) else left_s
                 await self._room.wait(granted.signal, left_s)
+        except NoAnswer:
+            callers.end(wait)  # and no word of it to Redis
+            raise
         finally:
             await self._give_up(callers, wait)
+
+    async def _ask_for_slots(
+        self, n: int, version: PolicyVersion | None, wait: Wait, is_patient: bool
+    ) -> list[Slot] | Refusal:
+        """One try. A caller that will not wait for the next signal asks itself."""
+        slot_ids = _new_ids(n)
+        if not is_patient:
+            return await self.buffer.admit(slot_ids, version)
+
+        async def attempt() -> list[Slot] | Refusal:
+            return await self.buffer.admit(slot_ids, version, self._rollouts.report(wait))
+
+        return await self._admitting.do(
+            attempt, was_woken=wait.waited_s > 0, would_be=lambda r: r.version == version
+        )
 
     async def add(self, slot: Slot, group: Group) -> None:
         """See Replay."""
@@ -139,32 +152,41 @@ class RedisReplay:
 
     async def draw_encoded(self, timeout_s: float, wait: Wait | None = None) -> tuple[str, Drawn]:
         """A lease's id and its groups as they are stored; waits and raises as `draw` does."""
-        lease_id = uuid.uuid4().hex
         wait, callers = wait or Wait(timeout_s), self._learners
         try:
             while True:
-
-                async def attempt() -> Leased | Shortage:
-                    return await self.buffer.lease(lease_id, callers.report(wait))
-
-                was_woken = wait.waited_s > 0
-                leased = await (
-                    self._drawing.do(attempt, was_woken=was_woken)
-                    if timeout_s > 0
-                    else self.buffer.lease(lease_id)
-                )
-                if not isinstance(leased, Shortage):
+                drawn = await self._late_draws.ask(partial(self._lease, wait, timeout_s > 0), wait)
+                if not isinstance(drawn, Shortage):
                     callers.end(wait)
-                    wait.split_s()  # what follows is reading
-                    break
+                    return drawn
                 if wait.is_over:
-                    why = describe_shortage(leased, self.config, wait.elapsed_s)
+                    why = describe_shortage(drawn, self.config, wait.elapsed_s)
                     raise WaitTimeout(why, waited_s=wait.split_s())
-                left_s = wait.next_s(leased.expires_in_s, leased.reason)
+                left_s = wait.next_s(drawn.expires_in_s, drawn.reason)
                 callers.begin(wait)
-                await self._data.wait(leased.signal, left_s)
+                await self._data.wait(drawn.signal, left_s)
+        except NoAnswer as silence:
+            callers.end(wait)  # and no word of it to Redis
+            raise NoAnswer(str(silence), waited_s=wait.split_s()) from None
         finally:
             await self._give_up(callers, wait)
+
+    async def _lease(self, wait: Wait, is_patient: bool) -> tuple[str, Drawn] | Shortage:
+        """One try. A caller that will not wait for the next signal asks itself."""
+        lease_id = uuid.uuid4().hex
+
+        async def attempt() -> Leased | Shortage:
+            return await self.buffer.lease(lease_id, self._learners.report(wait))
+
+        was_woken = wait.waited_s > 0
+        leased = await (
+            self._drawing.do(attempt, was_woken=was_woken)
+            if is_patient
+            else self.buffer.lease(lease_id)
+        )
+        if isinstance(leased, Shortage):
+            return leased
+        wait.split_s()  # what follows is reading
         async with self._undone_by_an_error(lease_id):
             return lease_id, await self.buffer.read(leased)
 
@@ -203,7 +225,13 @@ class RedisReplay:
         return [GroupId(group_id) for group_id in await self.buffer.records()]
 
     async def close(self) -> None:
-        """See Replay."""
+        """See Replay. What was granted and nobody came for goes back, if Redis answers."""
+        for lease_id, _ in await self._late_draws.close():
+            await self._undo(lease_id)
+        with suppress(LeewayError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                for slots in await self._late_slots.close():
+                    await asyncio.gather(*(self.drop(slot, "shutdown") for slot in slots))
         await self._room.close()
         await self._data.close()
         await self._link.close()
@@ -215,10 +243,13 @@ class RedisReplay:
         try:
             yield
         except BaseException:
-            with suppress(LeewayError, TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self.buffer.release(lease_id, counts=False)
+            await self._undo(lease_id)
             raise
+
+    async def _undo(self, lease_id: str) -> None:
+        with suppress(LeewayError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self.buffer.release(lease_id, counts=False)
 
     async def _give_up(self, callers: Callers, wait: Wait) -> None:
         """Note that a caller waits no longer, unless its success has. Only a statistic: it must

@@ -110,6 +110,11 @@ class Wait:
         """The deadline has passed."""
         return self.elapsed_s >= self._timeout_s
 
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline."""
+        return max(0.0, self._timeout_s - self.elapsed_s)
+
     def split_s(self) -> dict[str, float]:
         """The wait is over: its seconds by reason."""
         self._blame(None)
@@ -127,7 +132,7 @@ class Wait:
         sooner."""
         self._has_waited = True
         self._blame(reason)
-        left_s = max(0.0, self._timeout_s - self.elapsed_s)
+        left_s = self.left_s
         return left_s if expires_in_s is None else min(left_s, max(0.0, expires_in_s))
 
 

@@ -138,27 +138,38 @@ async def test_redis_keeps_the_bytes_of_the_last_unreadable_group(redis_url):
 SHOW = "return redis.call('HGETALL', KEYS[1])"
 
 
-async def test_a_cancelled_draw_hands_back_what_it_had_leased(redis_url, monkeypatch):
-    replay = RedisReplay(redis_url, "cancelled", ReplayConfig(groups_per_step=2, max_returns=0))
+async def test_what_a_cancelled_draw_had_leased_is_for_the_next_one_or_goes_back(
+    redis_url, monkeypatch
+):
+    config = ReplayConfig(groups_per_step=2, max_returns=0)
+    first, second = (RedisReplay(redis_url, "cancelled", config) for _ in range(2))
     try:
-        await fill(replay, 2)
-        has_leased = asyncio.Event()
+        await fill(first, 2)
+        for is_drawn_again in (True, False):
+            has_leased, may_read, read = asyncio.Event(), asyncio.Event(), first.buffer.read
 
-        async def never_read(_: object) -> None:
-            has_leased.set()
-            await asyncio.Event().wait()
+            async def late_read(leased, has_leased=has_leased, may_read=may_read, read=read):
+                has_leased.set()
+                await may_read.wait()
+                return await read(leased)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(replay.buffer, "read", never_read)
-            drawing = asyncio.create_task(replay.draw(5.0))
-            await has_leased.wait()
+            with monkeypatch.context() as patch:
+                patch.setattr(first.buffer, "read", late_read)
+                drawing = asyncio.create_task(first.draw(5.0))
+                await has_leased.wait()
             drawing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await drawing
-        assert (await replay.stats()).num_leased == 0
-        assert len((await replay.draw(SOON_S)).groups) == 2
+            may_read.set()
+            if is_drawn_again:
+                lease = await first.draw(SOON_S)
+                assert (lease.version, len(lease.groups)) == (0, 2)
+                await first.withdraw(lease)
+        await first.close()
+        stats = await second.stats()
+        assert (stats.num_ready, stats.num_leased, stats.dropped) == (2, 0, {})
     finally:
-        await replay.close()
+        await second.close()
 
 
 # --- a program of another schema ------------------------------------------------------------------
