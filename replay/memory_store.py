@@ -37,8 +37,8 @@ from leeway.replay.waiting import (
 )
 
 RECHECK_S = 0.02
-"""How often a waiting admission asks its version source again: it is outside the buffer, and no event
-says that it moved."""
+"""How often a waiting admission asks its version source again: it is outside the buffer, and no
+event says that it moved."""
 
 
 class MemoryReplay:
