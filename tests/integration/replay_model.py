@@ -111,8 +111,10 @@ class LimitedModel(Model):
             may_go = [i for i in self.free() if is_dropping or self.groups[i].draws]
             return len(self.slots) + len(self.groups) - len(may_go) >= c.max_groups
         if reason == "window":
+            if c.staleness_policy == "drop":  # no window, but the next draw must not be too late
+                return version + c.max_staleness < self.next_version
             is_early = c.staleness_policy == "exact" and version != self.next_version
-            return c.staleness_policy != "drop" and (is_early or self.window_room(version) <= 0)
+            return is_early or self.window_room(version) <= 0
         if reason == "limiter":
             return not self.may_insert(1)
         # Neither the largest group ever nor what the learner has needed lately is modelled.
