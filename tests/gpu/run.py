@@ -59,6 +59,14 @@ STAGES = (
         420,
         2,
     ),
+    # Where there is no room for a second copy of the weights: the engine rests while they come.
+    Stage(
+        "publish-in-place",
+        (*LEEWAY, "bench", "publish", "--shape", "1.5B", "--staging", "never", "--json"),
+        420,
+        2,
+    ),
+    Stage("two-ranks", (*PYTEST, str(TESTS / "test_ranks_gpu.py")), 400, 2),
     Stage(
         "two-gpu-tests",
         (
@@ -111,9 +119,9 @@ def main() -> int:
     chosen = [stage for stage in STAGES if not given.stages or stage.name in given.stages]
     given.out.mkdir(parents=True, exist_ok=True)
     rows = [(stage.name, *_tried(stage, given.out, deadline)) for stage in chosen]
-    print(f"\n{'stage':<16}{'outcome':<22}{'seconds':>8}  last line")
+    print(f"\n{'stage':<18}{'outcome':<22}{'seconds':>8}  last line")
     for name, outcome, seconds, last in rows:
-        print(f"{name:<16}{outcome:<22}{seconds:>8.0f}  {last}")
+        print(f"{name:<18}{outcome:<22}{seconds:>8.0f}  {last}")
     return max((1 for row in rows if row[1].startswith(("exit", "stopped"))), default=0)
 
 

@@ -85,7 +85,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     assert trainer.critic is not None
     critic = {f"critic.{name}": tensor for name, tensor in full_weights(trainer.critic.model)}
     found = dict(trainer.weights()) | critic
-    return {name: tensor.clone() for name, tensor in found.items()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
 
 
 def save(trainer: Trainer, directory: Path, base: Path, version: int) -> None:
@@ -98,21 +98,22 @@ def save(trainer: Trainer, directory: Path, base: Path, version: int) -> None:
 def resume(directory: Path, world: World) -> Trainer:
     found = checkpoint.latest(directory)
     assert found is not None
-    trainer = Trainer(load_model(found.path), configure(), world)
+    trainer = Trainer(load_model(found.path, world.device), configure(), world)
     assert checkpoint.restore(found.path, trainer).version == found.version
     return trainer
 
 
 def gradient(world: World, **more: Any) -> Tensor:
     """Of the policy in one step, whole."""
-    trainer = Trainer(tiny(), configure(objective="so-grpo", max_grad_norm=1e9, **more), world)
+    config = configure(objective="so-grpo", max_grad_norm=1e9, **more)
+    trainer = Trainer(tiny().to(world.device), config, world)
     seen: list[Tensor] = []
 
     def look(*_: Any) -> None:
         for p in trainer.parameters:
             assert p.grad is not None
             whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            seen.append(whole.flatten().clone())
+            seen.append(whole.flatten().to("cpu", copy=True))
 
     trainer.optimizer.register_step_pre_hook(look)
     trainer.train_step(batch(0), 0)
@@ -138,7 +139,7 @@ class TwoRanks:
 
 def work(folder: Path, world: World) -> dict[str, Any]:
     """Of each of the two ranks."""
-    first = Trainer(load_model(folder / "base"), configure(), world)
+    first = Trainer(load_model(folder / "base", world.device), configure(), world)
     slices = [p.to_local().numel() for p in first.parameters if isinstance(p, DTensor)]
     train(first, 0, 2)
     save(first, folder / "of-two", folder / "base", 2)
@@ -155,10 +156,24 @@ def work(folder: Path, world: World) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def straight() -> dict[int, dict[str, Tensor]]:
-    """Weights of one rank that trains four steps, by version."""
-    trainer, found = Trainer(tiny(), configure()), {}
+def prepare(folder: Path, world: World) -> None:
+    """What two ranks find in `folder`: the base model, and a checkpoint of one rank."""
+    tiny().save_pretrained(folder / "base")
+    one = Trainer(load_model(folder / "base", world.device), configure(), world)
+    train(one, 0, 2)
+    save(one, folder / "of-one", folder / "base", 2)
+
+
+def results(folder: Path) -> TwoRanks:
+    """What two ranks have left in it."""
+    seen = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert abs(seen[0]["num_elements"] - seen[1]["num_elements"]) < 32 * 16
+    return TwoRanks(folder, seen[0])
+
+
+def by_version(world: World) -> dict[int, dict[str, Tensor]]:
+    """Weights of one rank that trains four steps."""
+    trainer, found = Trainer(tiny().to(world.device), configure(), world), {}
     for version in range(4):
         train(trainer, version, version + 1)
         found[version + 1] = weights(trainer)
@@ -166,12 +181,14 @@ def straight() -> dict[int, dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="module")
+def straight() -> dict[int, dict[str, Tensor]]:
+    return by_version(World())
+
+
+@pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     folder = tmp_path_factory.mktemp("ranks")
-    tiny().save_pretrained(folder / "base")
-    one = Trainer(load_model(folder / "base"), configure())
-    train(one, 0, 2)
-    save(one, folder / "of-one", folder / "base", 2)
+    prepare(folder, World())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -183,9 +200,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
         }  # fmt: skip
         peers.append(subprocess.Popen([sys.executable, __file__, str(folder)], env=environment))
     assert [peer.wait(timeout=150) for peer in peers] == [0, 0]
-    seen = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    assert abs(seen[0]["num_elements"] - seen[1]["num_elements"]) < 32 * 16
-    return TwoRanks(folder, seen[0])
+    return results(folder)
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
