@@ -284,7 +284,11 @@ def _play(folder: Path, half: Half, model: Path, size: Size, is_cuda: bool) -> P
 
 def course_of(directory: Path, first: int, last: int | None = None) -> Course:
     """From a run's metrics.jsonl, from the end of step `first` to that of step `last` or the
-    last."""
+    last.
+
+    An engine tells its totals once a second. Where it told none anew in that time, which a short
+    step may be over in, its share is that since its start.
+    """
     text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     start, rest = lines[first - 1], lines[first:last]
@@ -296,6 +300,8 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
         return rest[-1][name] - start[name]
 
     discarded = grown("engine_discarded_tokens")
+    up_s = grown("engine_up_s")
+    busy_s = grown("engine_busy_s") if up_s else rest[-1]["engine_busy_s"]
     return Course(
         num_tokens=int(total("num_tokens_trained")),
         backlog=max(0, start["num_ready"] - rest[-1]["num_ready"]) / total("num_groups"),
@@ -305,7 +311,7 @@ def course_of(directory: Path, first: int, last: int | None = None) -> Course:
         blocked_s=sum(line.get("wait_s/blocked", 0.0) for line in rest),
         train_s=total("seconds"),
         publish_s=total("publish_s") + total("confirm_s"),
-        engine_busy=grown("engine_busy_s") / grown("engine_up_s"),
+        engine_busy=busy_s / (up_s or rest[-1]["engine_up_s"]),
         reused=grown("engine_cached_tokens") / max(1, grown("engine_prompt_tokens")),
         discarded=discarded / max(1, discarded + grown("engine_tokens")),
         staleness=total("staleness_mean") / len(rest),

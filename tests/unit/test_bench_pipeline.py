@@ -53,6 +53,13 @@ def test_groups_that_lay_ready_before_do_not_count(
     assert (third.num_tokens, third.wall_s, third.staleness) == (1000, 10.0, 1.5)
 
 
+def test_an_engine_that_told_nothing_anew_has_its_share_since_its_start(tmp_path: Path):
+    """30 s up and 24 s busy, at both lines."""
+    lines = [line(step, 0) | {"engine_up_s": 30.0, "engine_busy_s": 24.0} for step in (2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert course_of(tmp_path, 1).engine_busy == 0.8
+
+
 def test_half_that_was_cut_is_played_from_its_start_and_one_that_ended_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
