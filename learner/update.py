@@ -19,7 +19,7 @@ from leeway.learner.objective.advantage import whiten as whitened
 from leeway.learner.objective.correction import correction_weight
 from leeway.learner.objective.loss import Tokens
 from leeway.learner.objective.presets import Objective
-from leeway.learner.objective.ratio import segment_size, spread
+from leeway.learner.objective.ratio import ordered_size, spread
 from leeway.learner.objective.reduce import reduce_weight
 
 
@@ -119,7 +119,8 @@ def _minibatches(
 def _advantages(
     batch: PackedBatch, objective: Objective, value_T: Tensor | None
 ) -> tuple[Tensor, ValueTargets | None]:
-    """[T] float64, and what the critic learns."""
+    """[T] and what the critic learns. Float64, but where the tokens of a turn or a trajectory share
+    a number that nothing else is made of: that is rounded before they get it."""
     targets = None
     if not objective.needs_critic:
         a_T = _without_critic(batch, objective)
@@ -141,10 +142,14 @@ def _without_critic(batch: PackedBatch, objective: Objective) -> Tensor:
             batch.group_of_B[batch.trajectory_of_K[turn_N]],
             batch.turn_index_K[turn_N],
         )
-        return spread(a_K, batch.segments.turn_of_T)
+        return spread(_shared(a_K, objective), batch.segments.turn_of_T)
     kind = "group" if objective.advantage == "group-turn" else objective.advantage
     a_B = trajectory_advantage(kind, batch.reward_B, batch.group_of_B, len(batch.groups))
-    return spread(a_B, batch.segments.trajectory_of_T)
+    return spread(_shared(a_B, objective), batch.segments.trajectory_of_T)
+
+
+def _shared(a_N: Tensor, objective: Objective) -> Tensor:
+    return a_N if objective.whiten else a_N.float()
 
 
 def _by_token(
@@ -175,12 +180,13 @@ def _by_turn(
     )
     a_K = torch.zeros_like(batch.turn_reward_K)
     a_K[turn_N] = estimate.advantage_N
-    return spread(a_K, segments.turn_of_T), _targets(first_N, value_N, estimate)
+    a_T = spread(_shared(a_K, objective), segments.turn_of_T)
+    return a_T, _targets(first_N, value_N, estimate)
 
 
 def _turns_with_tokens(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """[N] number, first token and size of each turn that has trained tokens."""
-    size_K = segment_size(batch.segments.turn_of_T, batch.segments.num_turns)
+    size_K = ordered_size(batch.segments.turn_of_T, batch.segments.num_turns)
     turn_N = size_K.nonzero().squeeze(-1)
     return turn_N, (size_K.cumsum(0) - size_K)[turn_N], size_K[turn_N]
 
@@ -191,6 +197,9 @@ def _targets(token_N: Tensor, value_N: Tensor, estimate: Estimate) -> ValueTarge
 
 def check_finite(batch: PackedBatch, value_T: Tensor, name: str) -> None:
     """Raise NonFiniteError, naming trajectory and turn, unless every [T] number is finite."""
+    # A sum is finite only if all numbers are, and is had in a fraction of the time.
+    if torch.isfinite(value_T.sum()):
+        return
     is_finite_T = torch.isfinite(value_T)
     if not is_finite_T.all():
         bad = int((~is_finite_T).nonzero()[0])

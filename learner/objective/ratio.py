@@ -67,6 +67,14 @@ def segment_size(segment_of_T: Tensor, num_segments: int) -> Tensor:
     return torch.bincount(segment_of_T, minlength=num_segments)
 
 
+def ordered_size(segment_of_T: Tensor, num_segments: int) -> Tensor:
+    """[S] int64, tokens of each segment where numbers never fall, as turns and trajectories stand:
+    two bounds for each segment are looked up, whatever the number of tokens. segments [0, 0, 2], 3
+    -> [2, 0, 1]."""
+    number_S = torch.arange(num_segments + 1, device=segment_of_T.device)
+    return torch.searchsorted(segment_of_T, number_S).diff()
+
+
 def spread(value_S: Tensor, segment_of_T: Tensor) -> Tensor:
     """[T] the value of each token's segment. values [3, 5], segments [0, 0, 1] -> [3, 3, 5].
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from leeway.learner.objective.kinds import Reduce
-from leeway.learner.objective.ratio import Segments, segment_size, segment_sum, spread
+from leeway.learner.objective.ratio import Segments, ordered_size, segment_sum, spread
 
 
 def reduce_weight(kind: Reduce, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[T] computed in float64, given in `dtype`.
+    """[T] computed in float64, given in `dtype`. Segments stand in order.
 
     token       1 / T
     trajectory  1 / (B |y_i|), the paper's 1/|y| (arXiv 2511.20718, GRPO)
@@ -31,11 +31,11 @@ def reduce_weight(kind: Reduce, segments: Segments, dtype: torch.dtype = torch.f
     if kind == "token":
         size = len(turn_of_T)
         return torch.full((size,), 1 / size, dtype=dtype, device=turn_of_T.device)
-    size_B = segment_size(trajectory_of_T, segments.num_trajectories)
+    size_B = ordered_size(trajectory_of_T, segments.num_trajectories)
     num_trajectories = int((size_B > 0).sum())
     if kind == "trajectory":
-        return spread(1 / (num_trajectories * size_B.double()), trajectory_of_T).to(dtype)
-    size_T = spread(segment_size(turn_of_T, segments.num_turns).double(), turn_of_T)
+        return spread((1 / (num_trajectories * size_B.double())).to(dtype), trajectory_of_T)
+    size_T = spread(ordered_size(turn_of_T, segments.num_turns).double(), turn_of_T)
     # 1/|y_k| summed over the tokens of a trajectory counts its turns.
     turns_B = segment_sum(1 / size_T, trajectory_of_T, segments.num_trajectories)
     return (1 / (num_trajectories * spread(turns_B, trajectory_of_T) * size_T)).to(dtype)

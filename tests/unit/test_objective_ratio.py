@@ -15,7 +15,9 @@ from leeway.learner.objective.ratio import (
     importance_ratio,
     kl_k3,
     log_ratio,
+    ordered_size,
     segment_mean,
+    segment_size,
 )
 from leeway.learner.objective.reduce import reduce_weight
 
@@ -31,6 +33,18 @@ def segments(*turn_sizes_of_trajectory: list[int]) -> Segments:
         len(turns),
         len(sizes),
     )
+
+
+@pytest.mark.parametrize(
+    ("segment_of_T", "num_segments", "sizes"),
+    [([0, 0, 2], 3, [2, 0, 1]), ([1, 1], 4, [0, 2, 0, 0]), ([0], 1, [1]), ([], 2, [0, 0])],
+)
+def test_sizes_of_segments_in_order_are_those_of_any(
+    segment_of_T: list[int], num_segments: int, sizes: list[int]
+) -> None:
+    index_T = torch.tensor(segment_of_T, dtype=torch.int64)
+    assert ordered_size(index_T, num_segments).tolist() == sizes
+    assert segment_size(index_T, num_segments).tolist() == sizes
 
 
 @pytest.mark.parametrize(
