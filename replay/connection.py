@@ -179,10 +179,11 @@ class Link:
         )
         self._pipelines = Pipelines(build_carry(self._carrier))
 
-    async def execute(self, *commands: Command) -> list[Any]:
+    async def execute(self, *commands: Command, is_alone: bool = False) -> list[Any]:
         """Replies of the commands, run one behind another on one connection.
 
-        What is executed in the same turn of the event loop travels as one pipeline. Replies come as
+        What is executed in the same turn of the event loop travels as one pipeline, but for what
+        `is_alone`, since its replies are large. Replies come as
         Redis sends them: bytes, int, list or None; a large one of GET is a memoryview of its bytes.
         Raises the error of the first command that Redis refuses; those behind it have run all the
         same.
@@ -196,11 +197,11 @@ class Link:
         except redis.DataError as error:
             raise translate(error, self.url) from error
         try:
-            return await self._pipelines.submit(commands, packed)
+            return await self._pipelines.submit(commands, packed, is_alone)
         except _OUTSIDE as error:
             if not self._is_worth_retrying(error):
                 raise translate(error, self.url) from error
-        return await self._call_again(lambda: self._pipelines.submit(commands, packed))
+        return await self._call_again(lambda: self._pipelines.submit(commands, packed, is_alone))
 
     async def call(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Run `operation`, again while Redis gives no answer, until `retry_s` have passed.

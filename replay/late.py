@@ -1,8 +1,8 @@
 """Calls whose callers had to go before Redis answered.
 
-A caller leaves at its deadline; what it asked is under way, and may yet be granted: slots or a
-lease that nobody knows of would be held until they expire. So the call goes on, as long as it is
-tried at all, and the next caller waits for its answer instead of asking anew.
+A caller leaves at its deadline; what it asked may have been granted, or may yet be: slots or a
+lease that nobody knows of would be held until they expire. So it is asked once more, under the ids
+that it had, for as long as a call is tried, and the answer is for the next caller.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from leeway.replay.waiting import Refusal, Shortage, Wait
 ANSWER_S: Final = 2.0
 """How long beyond the deadline of its caller Redis may take to answer. A caller that will not wait
 for room or groups asks once all the same, and a disk that writes may hold the answer up."""
+CLOSE_S: Final = 1.0
+"""How long what is still asked may take when the store closes."""
 
 Granted = TypeVar("Granted")
 Refused = TypeVar("Refused", Refusal, Shortage)
@@ -36,16 +38,23 @@ class Late(Generic[Granted, Refused]):
     ) -> Granted | Refused:
         """The outcome of `call`, or what another caller was granted behind its deadline.
 
-        Raises NoAnswer ANSWER_S after the deadline of `wait`.
+        `call` asks under the same ids each time, so it is granted once. Raises NoAnswer ANSWER_S
+        after the deadline of `wait`.
         """
         while self._left:
-            late = self._left.pop(0)
-            if late.done() and (late.cancelled() or late.exception()):
-                continue  # so it was then
-            outcome = await self._outcome(late, wait)
-            if not isinstance(outcome, self._refused):
+            outcome = await self._take(self._left.pop(0), wait)
+            if outcome is not None and not isinstance(outcome, self._refused):
                 return outcome
-        return await self._outcome(asyncio.ensure_future(call()), wait)
+        try:
+            # No task for each call: they are many, and it would cost a sixth of an admission.
+            async with asyncio.timeout(wait.left_s + ANSWER_S):
+                return await call()
+        except TimeoutError:
+            self._ask_again(call)
+            raise self._silence(wait) from None
+        except asyncio.CancelledError:
+            self._ask_again(call)
+            raise
 
     def keep(self, granted: Granted) -> None:
         """For the next caller: more was granted than this one asked for."""
@@ -56,29 +65,38 @@ class Late(Generic[Granted, Refused]):
     async def close(self) -> list[Granted]:
         """End what is under way; what was granted and nobody came for."""
         left, self._left = self._left, []
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_S)
         for late in left:
             late.cancel()
         outcomes = await asyncio.gather(*left, return_exceptions=True)
         refused = (self._refused, BaseException)
         return cast(list[Granted], [one for one in outcomes if not isinstance(one, refused)])
 
-    async def _outcome(
-        self, call: asyncio.Future[Granted | Refused], wait: Wait
-    ) -> Granted | Refused:
-        try:
-            await asyncio.wait({call}, timeout=wait.left_s + ANSWER_S)
-        except BaseException:
-            self._leave(call)
-            raise
-        if not call.done():
-            self._leave(call)
-            raise NoAnswer(
-                f"no answer from Redis at {address(self._url)} in {wait.elapsed_s:.1f} s; waiting "
-                "for it to run and be reachable"
-            )
-        return call.result()
-
-    def _leave(self, call: asyncio.Future[Granted | Refused]) -> None:
-        self._left.append(call)
+    def _ask_again(self, call: Callable[[], Awaitable[Granted | Refused]]) -> None:
+        late = asyncio.ensure_future(call())
+        self._left.append(late)
         # An error that nobody comes for is no fault in the background: the callers were told.
-        call.add_done_callback(lambda late: late.cancelled() or late.exception())
+        late.add_done_callback(lambda late: late.cancelled() or late.exception())
+
+    async def _take(
+        self, late: asyncio.Future[Granted | Refused], wait: Wait
+    ) -> Granted | Refused | None:
+        """What an earlier caller asked for; None where that has failed before."""
+        if late.done() and (late.cancelled() or late.exception()):
+            return None
+        try:
+            await asyncio.wait({late}, timeout=wait.left_s + ANSWER_S)
+        except BaseException:
+            self._left.append(late)
+            raise
+        if not late.done():
+            self._left.append(late)
+            raise self._silence(wait)
+        return late.result()
+
+    def _silence(self, wait: Wait) -> NoAnswer:
+        return NoAnswer(
+            f"no answer from Redis at {address(self._url)} in {wait.elapsed_s:.1f} s; waiting "
+            "for it to run and be reachable"
+        )

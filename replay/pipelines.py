@@ -6,6 +6,10 @@
 A caller waits for its own future; the task that carries its pipeline settles it. At most
 MAX_PIPELINES are under way: while they are, the queue grows and the next pipeline takes more. The
 silence that counts as a lost connection bounds each of them, so the queue moves.
+
+Payloads go over several connections at a time. A single one that streams megabytes is read by Redis
+in pieces as they come, with a look at everything else, a write of its file and a sleep between two
+of them, which costs its one core more than the commands do.
 """
 
 from __future__ import annotations
@@ -27,22 +31,28 @@ MAX_PIPELINES: Final = 8
 MAX_PIPELINE_COMMANDS: Final = 256
 """Commands of one pipeline, unless one call has more."""
 
-MAX_PIPELINE_BYTES: Final = 4 * 2**20
+MAX_PIPELINE_BYTES: Final = 2**19
 """Bytes of the commands of one pipeline, unless one call has more."""
 
 
 class PipelineCall:
     """The commands of one caller, and what it waits for."""
 
-    __slots__ = ("commands", "num_bytes", "packed", "result")
+    __slots__ = ("commands", "is_alone", "num_bytes", "packed", "result")
 
     def __init__(
-        self, commands: Sequence[Command], packed: Packed, result: asyncio.Future[list[Any]]
+        self,
+        commands: Sequence[Command],
+        packed: Packed,
+        result: asyncio.Future[list[Any]],
+        is_alone: bool = False,
     ) -> None:
         self.commands = commands
         self.packed = packed
         """As they go over the wire."""
         self.num_bytes = sum(map(len, packed))
+        self.is_alone = is_alone
+        """Its replies are large: no other call goes in its pipeline."""
         self.result = result
 
     def settle(self, replies: list[Any]) -> None:
@@ -87,12 +97,14 @@ class Pipelines:
         self._is_flush_due = False
         self._end: Exception | None = None
 
-    def submit(self, commands: Sequence[Command], packed: Packed) -> asyncio.Future[list[Any]]:
+    def submit(
+        self, commands: Sequence[Command], packed: Packed, is_alone: bool = False
+    ) -> asyncio.Future[list[Any]]:
         """The replies to come. Cancelling it takes commands back only if they were not sent."""
         if self._end is not None:
             raise self._end
         result: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._queue.append(PipelineCall(commands, packed, result))
+        self._queue.append(PipelineCall(commands, packed, result, is_alone))
         self._flush_soon()
         return result
 
@@ -131,7 +143,7 @@ class Pipelines:
             num_commands += len(call.commands)
             num_bytes += call.num_bytes
             is_full = num_commands > MAX_PIPELINE_COMMANDS or num_bytes > MAX_PIPELINE_BYTES
-            if calls and is_full:
+            if calls and (is_full or call.is_alone or calls[-1].is_alone):
                 break
             self._queue.popleft()
             if not call.result.done():  # else it was cancelled before it was sent

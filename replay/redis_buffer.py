@@ -45,9 +45,15 @@ from leeway.replay.waiting import NO_ENGINE, Refusal, Shortage
 
 T = TypeVar("T")
 
-MAX_BATCH_BYTES: Final = 8 * 2**20
-"""Payloads in front of one script that adds groups. They do not hold the server up, which answers
-others between them; but the first of them waits for the last."""
+MAX_BATCH_BYTES: Final = 2**20
+"""Payloads in front of one script that adds groups: enough of small ones that the script costs
+each of them little, and no more, so that what many producers add goes over several connections."""
+
+READ_BYTES: Final = 2**19
+"""Of payloads that are read over one connection, about."""
+
+MAX_READS: Final = 4
+"""Connections over which the payloads of one draw are read."""
 
 MAX_BATCH: Final = 256
 """Groups of one such script; callers of one that admits."""
@@ -86,6 +92,8 @@ class RedisBuffer:
         self._limits = for_scripts(config)
         self._admitting = Batches(self._admit_all, MAX_BATCH_SLOTS, MAX_BATCH)
         self._adding = Batches(self._add_all, MAX_BATCH_BYTES, MAX_BATCH)
+        self._num_read = 0
+        """Bytes of the payloads of the last draw."""
         self._orphan_ms = int(config.slot_timeout_s * 1000) + ORPHAN_MS
 
     def admit(
@@ -201,9 +209,19 @@ class RedisBuffer:
         return leased if isinstance(leased, Shortage) else await self.read(leased)
 
     async def read(self, leased: Leased) -> Drawn:
-        """The leased payloads; no bytes of one that is gone."""
+        """The leased payloads; no bytes of one that is gone. As many bytes as last time are
+        expected, which decides over how many connections they come."""
         gets = [("GET", self._payload(group_id)) for group_id in leased.ids]
-        payloads = [payload or b"" for payload in await self._link.execute(*gets)]
+        num_reads = min(MAX_READS, len(gets), -(-self._num_read // READ_BYTES))
+        if num_reads < 2:
+            payloads = await self._link.execute(*gets)
+        else:
+            size = -(-len(gets) // num_reads)
+            parts = (gets[i : i + size] for i in range(0, len(gets), size))
+            calls = (self._link.execute(*part, is_alone=True) for part in parts)
+            payloads = [payload for part in await asyncio.gather(*calls) for payload in part]
+        payloads = [payload or b"" for payload in payloads]
+        self._num_read = sum(map(len, payloads))
         return Drawn(leased.version, leased.ramp_version, leased.ids, payloads)
 
     async def lease(

@@ -87,7 +87,7 @@ class RedisReplay:
         try:
             while True:
                 now = await current(version)
-                call = partial(self._ask_for_slots, n, now, wait, timeout_s > 0)
+                call = partial(self._ask_for_slots, _new_ids(n), now, wait, timeout_s > 0)
                 granted = await self._late_slots.ask(call, wait)
                 if not isinstance(granted, Refusal):
                     callers.end(wait)
@@ -109,10 +109,9 @@ class RedisReplay:
             await self._give_up(callers, wait)
 
     async def _ask_for_slots(
-        self, n: int, version: PolicyVersion | None, wait: Wait, is_patient: bool
+        self, slot_ids: list[str], version: PolicyVersion | None, wait: Wait, is_patient: bool
     ) -> list[Slot] | Refusal:
         """One try. A caller that will not wait for the next signal asks itself."""
-        slot_ids = _new_ids(n)
         if not is_patient:
             return await self.buffer.admit(slot_ids, version)
 
@@ -155,7 +154,8 @@ class RedisReplay:
         wait, callers = wait or Wait(timeout_s), self._learners
         try:
             while True:
-                drawn = await self._late_draws.ask(partial(self._lease, wait, timeout_s > 0), wait)
+                call = partial(self._lease, uuid.uuid4().hex, wait, timeout_s > 0)
+                drawn = await self._late_draws.ask(call, wait)
                 if not isinstance(drawn, Shortage):
                     callers.end(wait)
                     return drawn
@@ -171,9 +171,10 @@ class RedisReplay:
         finally:
             await self._give_up(callers, wait)
 
-    async def _lease(self, wait: Wait, is_patient: bool) -> tuple[str, Drawn] | Shortage:
+    async def _lease(
+        self, lease_id: str, wait: Wait, is_patient: bool
+    ) -> tuple[str, Drawn] | Shortage:
         """One try. A caller that will not wait for the next signal asks itself."""
-        lease_id = uuid.uuid4().hex
 
         async def attempt() -> Leased | Shortage:
             return await self.buffer.lease(lease_id, self._learners.report(wait))
@@ -239,10 +240,11 @@ class RedisReplay:
     @asynccontextmanager
     async def _undone_by_an_error(self, lease_id: str) -> AsyncGenerator[None]:
         """What fails between a lease and its hand-over is no fault of the groups: they go back as
-        if they had not been drawn. Where Redis does not answer either, they do when it expires."""
+        if they had not been drawn. Where Redis does not answer either, they do when it expires. A
+        caller that leaves is no failure: see late.py."""
         try:
             yield
-        except BaseException:
+        except Exception:
             await self._undo(lease_id)
             raise
 

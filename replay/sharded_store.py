@@ -24,7 +24,14 @@ import msgspec
 
 from leeway.replay.bounds import checked_number
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import LeaseExpired, WaitTimeout
+from leeway.replay.errors import (
+    LeaseExpired,
+    LeewayError,
+    NoAnswer,
+    StoreUnavailable,
+    WaitTimeout,
+)
+from leeway.replay.late import ANSWER_S
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import Group, GroupId, PolicyVersion
 from leeway.replay.store import Lease, Replay, ReplayStats, Slot, VersionSource
@@ -34,6 +41,8 @@ K = TypeVar("K", int, str)
 
 RECHECK_S: Final = 1.0
 """How long a caller waits at one shard before it asks the others again."""
+HAND_BACK_S: Final = 1.0
+"""How long a draw in vain goes on trying to hand back what single shards leased."""
 REMEMBERED: Final = 64
 """Leases, newest, that can be acknowledged or released, also once more."""
 
@@ -67,6 +76,8 @@ class ShardedReplay:
         """What each shard leased of each lease."""
         self._live: set[str] = set()
         """Leases neither acknowledged nor released."""
+        self._owed: list[tuple[Shard, Lease]] = []
+        """What single shards leased of draws in vain, and have not taken back yet."""
 
     async def admit(
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
@@ -97,8 +108,14 @@ class ShardedReplay:
             part = min(n - len(slots), -(-n // number))
             if now is None or part == 0:
                 break
-            with suppress(WaitTimeout):
+            try:
                 slots += _placed(await self._shards[k].admit(part, now, 0.0), k)
+            except WaitTimeout:
+                continue
+            except StoreUnavailable:
+                if slots:  # somebody must play these; the next call hears of it
+                    break
+                raise
         return slots or _placed(await self._shards[home].admit(n, version, timeout_s), home)
 
     async def _is_paused(self, shard: int) -> bool:
@@ -116,14 +133,17 @@ class ShardedReplay:
         """See Replay. All shards or none."""
         wait = Wait(timeout_s)
         parts: list[Lease] = []
+        await self._settle_debts(wait)
         try:
             for shard in self._shards:
                 parts.append(await shard.draw(wait.next_s(None)))
             parts = await self._at_one_version(parts, wait)
         except BaseException:
-            # The learner draws in slices: what came of one shard in vain counts as not drawn.
-            pairs = zip(self._shards, parts, strict=False)
-            await asyncio.gather(*(shard.withdraw(part) for shard, part in pairs))
+            # The learner draws in slices: what came of one shard in vain counts as not drawn. A
+            # shard that does not answer must not hold the call up, and gets it with the next one.
+            self._owed += zip(self._shards, parts, strict=False)
+            with suppress(LeewayError, TimeoutError):
+                await self._hand_back(HAND_BACK_S)
             raise
         lease = Lease(
             uuid.uuid4().hex,
@@ -138,6 +158,26 @@ class ShardedReplay:
         if len(self._parts) > REMEMBERED:
             del self._parts[next(iter(self._parts))]
         return lease
+
+    async def _settle_debts(self, wait: Wait) -> None:
+        try:
+            await self._hand_back(wait.left_s + ANSWER_S)
+        except TimeoutError:
+            raise NoAnswer(
+                f"no answer from Redis in {wait.elapsed_s:.1f} s; waiting for shards that are to "
+                "take back what they leased for an earlier draw"
+            ) from None
+
+    async def _hand_back(self, timeout_s: float) -> None:
+        async def hand_back(owed: tuple[Shard, Lease]) -> None:
+            shard, part = owed
+            await shard.withdraw(part)
+            if owed in self._owed:  # else a draw beside this one has handed it back, too
+                self._owed.remove(owed)
+
+        if self._owed:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*map(hand_back, self._owed))
 
     async def _at_one_version(self, parts: list[Lease], wait: Wait) -> list[Lease]:
         """A shard whose last step was not acknowledged draws again, for the others' version.
@@ -185,6 +225,7 @@ class ShardedReplay:
         """See Replay."""
         self._parts.clear()
         self._live.clear()
+        self._owed.clear()  # no lease outlives this
         return sum(await asyncio.gather(*(s.restore_version(version) for s in self._shards)))
 
     async def pause_admission(self, paused: bool) -> None:
@@ -202,6 +243,8 @@ class ShardedReplay:
 
     async def close(self) -> None:
         """See Replay."""
+        with suppress(LeewayError, TimeoutError):
+            await self._hand_back(HAND_BACK_S)
         await asyncio.gather(*(shard.close() for shard in self._shards))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from pydantic import ValidationError
 
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import LeaseExpired, WaitTimeout
+from leeway.replay.errors import LeaseExpired, NoAnswer, StoreUnavailable, WaitTimeout
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.schema import PolicyVersion
-from leeway.replay.sharded_store import ShardedReplay
+from leeway.replay.sharded_store import HAND_BACK_S, ShardedReplay
 from leeway.replay.store import Lease, Replay, Slot
 from leeway.replay.synthetic import build_group
 
@@ -175,3 +176,54 @@ async def test_acknowledging_twice_is_harmless_and_a_foreign_lease_is_refused():
     other, _ = on_memory()
     with pytest.raises(LeaseExpired):
         await other.acknowledge(lease, v(1))
+
+
+# --- a shard that does not answer ---
+
+
+class Silent(MemoryReplay):
+    """Grants what it is asked for, but its node can go away."""
+
+    is_away = False
+
+    async def admit(self, n, version, timeout_s):
+        self._ask()
+        return await super().admit(n, version, timeout_s)
+
+    async def withdraw(self, lease):
+        if self.is_away:
+            await asyncio.sleep(30.0)
+        await super().withdraw(lease)
+
+    def _ask(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("no answer from Redis at a:1")
+
+
+async def test_slots_of_live_shards_are_handed_out_where_another_is_down():
+    shards = [Silent(CONFIG.of_shard()) for _ in range(2)]
+    replay = ShardedReplay(shards, CONFIG)
+    shards[0].is_away = True  # the first call begins at the second shard
+    assert [slot.shard for slot in await replay.admit(2, v(0), SOON_S)] == [1]
+    with pytest.raises(StoreUnavailable, match="a:1"):
+        await replay.admit(2, v(0), SOON_S)
+    stats = await shards[1].stats()
+    assert stats.num_slots == 1
+
+
+async def test_a_draw_in_vain_ends_in_time_and_the_next_hands_back_what_it_leased():
+    shards = [Silent(CONFIG.of_shard()) for _ in range(2)]
+    replay = ShardedReplay(shards, CONFIG)
+    await fill(shards[0], 2)
+    shards[0].is_away = True
+    started = time.monotonic()
+    with pytest.raises(WaitTimeout):
+        await replay.draw(SOON_S)
+    assert time.monotonic() - started < SOON_S + HAND_BACK_S + 1.0
+    assert (await shards[0].stats()).num_leased == 2
+    with pytest.raises(NoAnswer, match="take back what they leased for an earlier draw"):
+        await replay.draw(SOON_S)
+    shards[0].is_away = False
+    await fill(shards[1], 2)
+    assert (await train(replay)).version == 0
+    assert [(await shard.stats()).num_leased for shard in shards] == [0, 0]

@@ -219,11 +219,19 @@ async def test_300_commands_travel_as_256_and_44():
     assert carried.pipelines == [256, 44]
 
 
-async def test_three_calls_of_2_mib_travel_as_two_and_one():
+async def test_three_calls_of_a_quarter_mib_travel_as_two_and_one():
     carried = _Carried()
     pipelines = Pipelines(carried)
-    await asyncio.gather(*(pipelines.submit([("GET", n)], [bytes(2**21)]) for n in range(3)))
+    await asyncio.gather(*(pipelines.submit([("GET", n)], [bytes(2**18)]) for n in range(3)))
     assert carried.pipelines == [2, 1]
+
+
+async def test_calls_with_large_replies_travel_alone():
+    carried = _Carried()
+    pipelines = Pipelines(carried)
+    calls = [pipelines.submit([("GET", n)], [b"x"], is_alone=n in {1, 2}) for n in range(5)]
+    assert await asyncio.gather(*calls) == [[n] for n in range(5)]
+    assert carried.pipelines == [1, 1, 1, 2]
 
 
 async def test_a_ninth_pipeline_waits_and_takes_all_that_was_asked_for_meanwhile():
