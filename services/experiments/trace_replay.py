@@ -227,7 +227,10 @@ def _save(trainer: Trainer, source: Path, target: Path) -> None:
     """A Hugging Face folder: the weights, and the tokenizer they came with."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    trainer.model.save_pretrained(partial)
+    # In bfloat16 the model holds slices, also on one rank.
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.weights()}
+    model: Any = trainer.model
+    model.save_pretrained(partial, state_dict=weights)
     for file in source.iterdir():
         if file.is_file() and not (partial / file.name).exists() and file.suffix != ".safetensors":
             shutil.copy(file, partial / file.name)

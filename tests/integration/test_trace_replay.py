@@ -83,12 +83,13 @@ def config(*more: str) -> RunConfig:
 MIXED = [recorded(0, 9.0, 3), *(recorded(n, 1.0, 1) for n in range(1, 8))]
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_it_trains_a_model_and_says_what_drop_would_have_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
 ):
     out = tmp_path / "out"
     file = archive(tmp_path / "groups.leeway", MIXED)
-    assert learn_from(config(), file, out, as_json=True) == 0
+    assert learn_from(config(f"learner.precision={precision}"), file, out, as_json=True) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["staleness_max"] <= 1 for line in lines)
