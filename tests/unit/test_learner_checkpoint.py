@@ -15,7 +15,7 @@ from leeway.learner import checkpoint
 from leeway.learner.batch import PackedBatch, build_batch
 from leeway.learner.checkpoint import Checkpoints
 from leeway.learner.config import LearnerConfig
-from leeway.learner.errors import CheckpointError
+from leeway.learner.errors import CheckpointError, NonFiniteError
 from leeway.learner.model import load_model
 from leeway.learner.sharding import local
 from leeway.learner.trainer import Trainer
@@ -91,6 +91,31 @@ def test_two_steps_and_a_resumption_and_two_steps_equal_four_steps(
     train(second, restored.version, 4)
     for resumed, expected in zip(second.parameters, straight.parameters, strict=True):
         assert torch.equal(local(resumed), local(expected))
+
+
+def test_what_a_critic_that_fails_behind_the_policys_step_leaves_is_never_resumed(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG.model_copy(update={"objective": "so-ppo"})
+    straight = Trainer(load_model(base), config)
+    train(straight, 0, 4)
+    failing = Trainer(load_model(base), config)
+    train(failing, 0, 2)
+    found = save(failing, base, 2)
+    before = [p.clone() for p in failing.parameters]
+
+    def fail(*_: object) -> None:
+        raise NonFiniteError("the critic's loss is inf")
+
+    monkeypatch.setattr(failing.critic, "train", fail)
+    with pytest.raises(NonFiniteError, match="the critic's loss is inf"):
+        failing.train_step(batch(2), 2)
+    pairs = zip(failing.parameters, before, strict=True)
+    assert any(not torch.equal(now, then) for now, then in pairs)
+    resumed = Trainer(load_model(found.path), config)
+    train(resumed, checkpoint.restore(found.path, resumed).version, 4)
+    for now, expected in zip(resumed.parameters, straight.parameters, strict=True):
+        assert torch.equal(now, expected)
 
 
 def test_the_random_generator_goes_on_where_it_was(base: Path) -> None:

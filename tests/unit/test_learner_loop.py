@@ -3,7 +3,7 @@
 import pytest
 
 from leeway.learner import loop
-from leeway.learner.errors import LearnerStopped
+from leeway.learner.errors import LearnerStopped, NonFiniteError
 from leeway.replay.errors import WaitTimeout
 from leeway.replay.schema import PolicyVersion
 from leeway.replay.store import Lease
@@ -74,6 +74,20 @@ async def test_a_step_is_published_before_it_is_acknowledged_and_the_last_one_co
     step_1 = ["draw", "train 1", "confirm", "publish 1", "acknowledge 1", "after"]
     step_2 = ["draw", "train 2", "confirm", "publish 2", "acknowledge 2", "after"]
     assert calls == [*step_1, *step_2, "confirm"]
+
+
+async def test_a_step_that_fails_is_neither_published_nor_acknowledged():
+    class Failing(FakeLearning):
+        async def train(self, lease: Lease) -> None:
+            if self.version == 1:
+                raise NonFiniteError("the critic's loss is inf")
+            await super().train(lease)
+
+    calls: list[str] = []
+    with pytest.raises(NonFiniteError):
+        await loop.run(Failing(calls), FakeReplay(calls))  # type: ignore[arg-type]
+    step_1 = ["draw", "train 1", "confirm", "publish 1", "acknowledge 1", "after"]
+    assert calls == [*step_1, "draw"]
 
 
 async def test_a_stop_comes_between_two_steps():
