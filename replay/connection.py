@@ -183,10 +183,9 @@ class Link:
         """Replies of the commands, run one behind another on one connection.
 
         What is executed in the same turn of the event loop travels as one pipeline, but for what
-        `is_alone`, since its replies are large. Replies come as
-        Redis sends them: bytes, int, list or None; a large one of GET is a memoryview of its bytes.
-        Raises the error of the first command that Redis refuses; those behind it have run all the
-        same.
+        `is_alone`, since its replies are large. Replies come as Redis sends them: bytes, int, list
+        or None; a large one of GET is a memoryview of its bytes. Raises the error of the first
+        command that Redis refuses; those behind it have run all the same.
 
         On a cluster the keys of one call lie in one slot. While Redis gives no answer the commands
         are sent again, until `retry_s` have passed. They may have run already, so they must be

@@ -203,11 +203,6 @@ class RedisBuffer:
             "drop", id=slot.slot_id, version=slot.version, reason=reason, sets_limits=False
         )
 
-    async def draw(self, lease_id: str) -> Drawn | Shortage:
-        """Lease one step's groups and read them."""
-        leased = await self.lease(lease_id)
-        return leased if isinstance(leased, Shortage) else await self.read(leased)
-
     async def read(self, leased: Leased) -> Drawn:
         """The leased payloads; no bytes of one that is gone. As many bytes as last time are
         expected, which decides over how many connections they come."""
