@@ -32,11 +32,11 @@ LIVE: Final = ("sweep-c-live",)
 """Each run with an engine and a learner on two GPUs of their own."""
 SWEEPS: Final = (
     *("sweep-a", "sweep-a-rate", "sweep-a-clip", "sweep-a-mean", "sweep-a-ctn"),
-    *("sweep-b", "sweep-b-reuse", "sweep-c", "sweep-a-64", "sweep-b-fresh"),
+    *("sweep-b", "sweep-b-reuse", "sweep-c", "sweep-c-critic", "sweep-a-64", "sweep-b-fresh"),
     *LIVE,
 )
 SMOLLM2: Final = ROOT / "models" / "SmolLM2-135M-Instruct" / "one-hop-train.jsonl"
-NEEDS: Final = {"sweep-c": SMOLLM2, "sweep-c-live": SMOLLM2}
+NEEDS: Final = dict.fromkeys(("sweep-c", "sweep-c-critic", "sweep-c-live"), SMOLLM2)
 """What a sweep cannot run without."""
 
 RESERVE_S: Final = 45.0
@@ -51,7 +51,7 @@ MPS_LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
 MPS_S: Final = 20.0
 MEMORY_GIB: Final = (8.0, 14.0, 20.0)
 """Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
-SMOLLM2_GIB: Final = (20.0, 30.0, 45.0)
+MORE_GIB: Final = {"sweep-c": (20.0, 30.0, 45.0), "sweep-c-critic": (30.0, 45.0, 60.0)}
 
 
 def main() -> int:
@@ -191,7 +191,7 @@ def _shares(name: str, is_cpu: bool) -> tuple[float, ...]:
     if name in LIVE:
         return (2.0,)
     total_gib = _memories_gib()[0]
-    wanted = SMOLLM2_GIB if name in NEEDS else MEMORY_GIB
+    wanted = MORE_GIB.get(name, MEMORY_GIB)
     return tuple(min(1.0, round(gib / total_gib, 3)) for gib in wanted)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import tarfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -112,6 +113,7 @@ def test_the_share_of_a_gpu_is_what_holds_so_many_gib_on_this_one(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert program._shares("sweep-a", is_cpu=False) == (0.1, 0.175, 0.25)
     assert program._shares("sweep-c", is_cpu=False) == (0.25, 0.375, 0.562)
+    assert program._shares("sweep-c-critic", is_cpu=False) == (0.375, 0.562, 0.75)
     assert program._shares("sweep-a", is_cpu=True) == (0.0,)
     asked.write_text("#!/bin/sh\necho 10240\n")
     assert program._shares("sweep-a", is_cpu=False) == (0.8, 1.0, 1.0)
@@ -225,3 +227,22 @@ def test_every_digit_is_a_token_and_no_text_is_a_control_token(smollm2: ModuleTy
 def test_questions_of_one_search_are_left(smollm2: ModuleType):
     one, two = ('{"id": "a", "metadata": {"hops": 1}}', '{"id": "b", "metadata": {"hops": 2}}')
     assert list(smollm2.of_one_hop([one, two])) == [f"{one}\n"]
+
+
+def test_the_last_norm_alone_carries_the_factor_of_the_logits(
+    smollm2: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    kept = SimpleNamespace(dequantize=lambda data, _: data)
+    monkeypatch.setitem(sys.modules, "gguf", kept)
+    one = np.array([1.5, -3.0], np.float32)
+    names = ("output_norm.weight", "blk.0.attn_norm.weight", "token_embd.weight")
+    reader = SimpleNamespace(
+        tensors=[SimpleNamespace(name=n, data=one, tensor_type=0) for n in names]
+    )
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    found = {name: weight.tolist() for name, weight in smollm2.weights_of(reader, heads)}
+    assert found == {
+        "model.norm.weight": [3.0, -6.0],
+        "model.layers.0.input_layernorm.weight": [1.5, -3.0],
+        "model.embed_tokens.weight": [1.5, -3.0],
+    }

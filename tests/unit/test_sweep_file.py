@@ -231,7 +231,15 @@ def test_an_axis_of_learning_rates_needs_no_scan(tmp_path: Path):
     "name",
     [
         *("sweep-a", "sweep-a-rate", "sweep-a-clip", "sweep-a-mean", "sweep-a-ctn", "sweep-a-64"),
-        *("sweep-b", "sweep-b-fresh", "sweep-b-reuse", "sweep-c", "sweep-c-live", "sweep-lags"),
+        *(
+            "sweep-b",
+            "sweep-b-fresh",
+            "sweep-b-reuse",
+            "sweep-c",
+            "sweep-c-critic",
+            "sweep-c-live",
+            "sweep-lags",
+        ),
     ],
 )
 def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
@@ -256,7 +264,8 @@ def test_the_sweeps_of_the_findings_can_run(name: str, tmp_path: Path):
         "sweep-b": (60, 0),
         "sweep-b-fresh": (60, 3),
         "sweep-b-reuse": (24, 6),
-        "sweep-c": (20, 12),
+        "sweep-c": (10, 6),
+        "sweep-c-critic": (10, 6),
         "sweep-lags": (24, 12),
     }
     assert (len(grid), len(scan_arms(sweep, grid))) == expected[name]
