@@ -46,7 +46,8 @@ class PolicyConfig(FrozenModel):
     until the last byte has come. auto: beside it where memory allows; the log says which. Of
     backend vllm; torch receives beside it."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Arithmetic of the engine. `auto` is bfloat16 on GPUs and float32 on CPUs."""
+    """Arithmetic of the engine. `auto` is bfloat16 on GPUs and float32 on CPUs; of backend torch,
+    whose models are small, float32 everywhere."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one CPU engine."""
     start_timeout_s: float = Field(default=180.0, gt=0)

@@ -161,8 +161,9 @@ class TorchPolicy:
         from transformers import AutoModelForCausalLM
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            model, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
         return cls(loaded.to(device), Tokens.load(model), config, seed=seed, version=version)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from leeway.actors.config import PolicyConfig, bundled_dir
 from leeway.actors.decoder import Decoder, Feed, Sampled, sample
@@ -436,3 +436,25 @@ async def test_the_bundled_policy_starts():
     policy = await TorchPolicy.start(bundled_dir() / "model", config, seed=0, version=V0)
     assert await policy.version() == 0
     await policy.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "apart"),
+    [("auto", "float32", 1e-4), ("float32", "float32", 1e-4), ("bfloat16", "bfloat16", 0.3)],
+)
+async def test_it_computes_in_the_precision_that_is_asked(asked: Any, expected: str, apart: float):
+    config = PolicyConfig(backend="torch", max_num_seqs=2, dtype=asked)
+    folder = bundled_dir() / "model"
+    policy = await TorchPolicy.start(folder, config, seed=0, version=V0)
+    prompt = list(range(1, 20))
+    found = await policy.complete(
+        CompletionRequest(request_id="a", prompt_ids=prompt, max_tokens=8)
+    )
+    await policy.close()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        lp_TV = model(torch.tensor([prompt + found.token_ids])).logits[0].log_softmax(-1)
+    exact = [float(lp_TV[len(prompt) - 1 + i, t]) for i, t in enumerate(found.token_ids)]
+    assert policy.dtype == expected
+    assert found.logprobs == pytest.approx(exact, abs=apart)
+    assert (found.logprobs == pytest.approx(exact, abs=1e-4)) == (expected == "float32")
