@@ -60,6 +60,15 @@ class PolicyConfig(FrozenModel):
     that names such code (auto_map in its config.json) is refused without it. true lets whoever made
     the folder do what you may do. Of backend vllm."""
 
+    @model_validator(mode="after")
+    def _check(self) -> PolicyConfig:
+        if self.backend == "torch" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"policy.tensor_parallel_size = {self.tensor_parallel_size} needs policy.backend ="
+                ' "vllm", since torch decodes on one device; set it to 1'
+            )
+        return self
+
 
 class SearchConfig(FrozenModel):
     """The search environment. Keys of the `[search]` table."""

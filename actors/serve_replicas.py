@@ -229,8 +229,11 @@ async def start_policy(spec: ActorSpec) -> Any:
         from leeway.actors.vllm_policy import VllmPolicy
 
         return await VllmPolicy.start(model, spec.policy, seed=spec.seed, version=version)
+    import torch
+
     from leeway.actors.torch_policy import TorchPolicy
 
+    torch.set_num_threads(spec.policy.num_threads)
     return await TorchPolicy.start(model, spec.policy, seed=spec.seed, version=version)
 
 

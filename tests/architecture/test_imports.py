@@ -72,6 +72,7 @@ PLACES = {
         "actors/decoder.py",
         "actors/search/encoder.py",
         "actors/serve_app.py",
+        "actors/serve_replicas.py",
         "actors/vllm_worker.py",
         "actors/weight_receiver.py",
         "learner/*",

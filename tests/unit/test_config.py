@@ -81,6 +81,11 @@ def test_a_whole_number_is_a_number(write):
         ),
         ('name = "a b"', "name", "matches ^[a-zA-Z0-9]"),
         ('[search]\nprompt_template = "Q"', "search.prompt_template", "{question}"),
+        (
+            '[policy]\nbackend = "torch"\ntensor_parallel_size = 2',
+            "policy.tensor_parallel_size",
+            "set it to 1",
+        ),
     ],
 )
 def test_a_refusal_names_file_key_and_what_is_right(write, text: str, key: str, right: str):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from leeway.actors import serve_replicas
 from leeway.actors.policy import Completion, CompletionRequest
@@ -126,3 +127,16 @@ async def test_an_engine_tells_what_its_turns_took(url: str, tmp_path: Path):
         "engine_cached_tokens": 8,
     }
     assert 0 <= section["busy_s"] <= section["up_s"]
+
+
+async def test_an_engine_of_torch_has_the_threads_that_are_asked(tmp_path: Path):
+    before = torch.get_num_threads()
+    keys = ["policy.backend=torch", f"policy.num_threads={before + 1}", "policy.max_num_seqs=1"]
+    policy = await serve_replicas.start_policy(
+        actor_spec(RunDirectory(tmp_path / "threads"), load(None, keys), "redis://unused")
+    )
+    try:
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+        await policy.close()
