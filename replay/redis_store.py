@@ -29,7 +29,7 @@ from leeway.replay.callers import Callers
 from leeway.replay.config import ReplayConfig
 from leeway.replay.connection import Link
 from leeway.replay.errors import LeewayError, NoAnswer, WaitTimeout
-from leeway.replay.late import Late
+from leeway.replay.late import Given, Late
 from leeway.replay.portions import Portions
 from leeway.replay.redis_buffer import RedisBuffer
 from leeway.replay.schema import Group, GroupId, PolicyVersion, columns_of
@@ -74,8 +74,12 @@ class RedisReplay:
         self._data = Wakeups(self._link, f"{self.buffer.prefix}data")
         self._admitting: Turns[list[Slot], Refusal] = Turns(self._room, Refusal)
         self._drawing: Turns[Leased, Shortage] = Turns(self._data, Shortage)
-        self._late_slots: Late[list[Slot], Refusal] = Late(self._link, Refusal)
-        self._late_draws: Late[tuple[str, Drawn], Shortage] = Late(self._link, Shortage)
+        self._late_slots: Late[list[Slot], Refusal] = Late(
+            self._link, Refusal, config.slot_timeout_s, self._leave_slots
+        )
+        self._late_draws: Late[tuple[str, Drawn], Shortage] = Late(
+            self._link, Shortage, config.lease_timeout_s, lambda drawn: self._undo(drawn[0])
+        )
 
     async def admit(
         self, n: int, version: PolicyVersion | VersionSource, timeout_s: float
@@ -87,13 +91,18 @@ class RedisReplay:
         try:
             while True:
                 now = await current(version)
-                call = partial(self._ask_for_slots, _new_ids(n), now, wait, timeout_s > 0)
-                granted = await self._late_slots.ask(call, wait)
-                if not isinstance(granted, Refusal):
+                granted = await self._late_slots.ask(
+                    lambda now=now: partial(
+                        self._ask_for_slots, _new_ids(n), now, wait, timeout_s > 0
+                    ),
+                    wait,
+                )
+                if isinstance(granted, Given):
                     callers.end(wait)
-                    if granted[n:]:
-                        self._late_slots.keep(granted[n:])
-                    return granted[:n]
+                    slots, asked_s = granted
+                    if slots[n:]:
+                        self._late_slots.keep(Given(slots[n:], asked_s))
+                    return slots[:n]
                 is_told_to_stop = was_open and granted.reason == "paused"
                 was_open = granted.reason != "paused"
                 if wait.is_over or is_told_to_stop:
@@ -152,13 +161,15 @@ class RedisReplay:
     async def draw_encoded(self, timeout_s: float, wait: Wait | None = None) -> tuple[str, Drawn]:
         """A lease's id and its groups as they are stored; waits and raises as `draw` does."""
         wait, callers = wait or Wait(timeout_s), self._learners
+
         try:
             while True:
-                call = partial(self._lease, uuid.uuid4().hex, wait, timeout_s > 0)
-                drawn = await self._late_draws.ask(call, wait)
-                if not isinstance(drawn, Shortage):
+                drawn = await self._late_draws.ask(
+                    lambda: partial(self._lease, uuid.uuid4().hex, wait, timeout_s > 0), wait
+                )
+                if isinstance(drawn, Given):
                     callers.end(wait)
-                    return drawn
+                    return drawn.granted
                 if wait.is_over:
                     why = describe_shortage(drawn, self.config, wait.elapsed_s)
                     raise WaitTimeout(why, waited_s=wait.split_s())
@@ -247,6 +258,9 @@ class RedisReplay:
         except Exception:
             await self._undo(lease_id)
             raise
+
+    async def _leave_slots(self, slots: list[Slot]) -> None:
+        """Nothing is in them: what has not run out yet soon has."""
 
     async def _undo(self, lease_id: str) -> None:
         with suppress(LeewayError, TimeoutError):

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,10 @@ async def replay(server: EmbeddedRedis) -> AsyncIterator[RedisReplay]:
     store = RedisReplay(server.url, f"test-{uuid.uuid4().hex}", CONFIG)
     yield store
     await store.close()
+
+
+def changed(**keys: Any) -> ReplayConfig:
+    return CONFIG.model_copy(update=keys)
 
 
 @contextmanager
@@ -110,6 +115,57 @@ async def test_a_step_that_was_leased_behind_the_deadline_is_the_next_draw(repla
     stats = await replay.stats()
     assert (lease.version, stats.num_leased, stats.num_ready) == (0, 2, 2)
     await replay.acknowledge(lease, PolicyVersion(1))
+
+
+async def test_a_step_that_was_leased_behind_the_deadline_and_has_run_out_is_no_draw(server):
+    """Another learner has it by then."""
+    run, config = f"test-{uuid.uuid4().hex}", changed(lease_timeout_s=0.5, max_returns=9)
+    late, other = (RedisReplay(server.url, run, config) for _ in range(2))
+    for slot in await late.admit(2, V0, 1.0):
+        await late.add(slot, build_group(slot))
+    with stopped(server), pytest.raises(NoAnswer):
+        await late.draw(0.0)
+    held = await other.draw(AMPLE_S)
+    with pytest.raises(WaitTimeout, match="no step of 2 groups for version 1"):
+        await late.draw(0.0)
+    await other.acknowledge(held, PolicyVersion(1))
+    await late.close()
+    await other.close()
+
+
+async def test_a_step_whose_lease_ran_out_while_it_was_read_is_drawn_again(server, monkeypatch):
+    replay = RedisReplay(
+        server.url, f"test-{uuid.uuid4().hex}", changed(lease_timeout_s=0.5, max_returns=9)
+    )
+    for slot in await replay.admit(2, V0, 1.0):
+        await replay.add(slot, build_group(slot))
+    read, delays = replay.buffer.read, [0.7]
+
+    async def slowly(leased: Any) -> Any:
+        await asyncio.sleep(delays.pop() if delays else 0)
+        return await read(leased)
+
+    monkeypatch.setattr(replay.buffer, "read", slowly)
+    lease = await replay.draw(AMPLE_S)
+    assert not delays
+    await replay.acknowledge(lease, PolicyVersion(1))
+
+    for slot in await replay.admit(2, PolicyVersion(1), 1.0):
+        await replay.add(slot, build_group(slot))
+    delays.append(0.7)
+    with pytest.raises(NoAnswer, match=r"longer to answer than the 0\.5 s for which"):
+        await replay.draw(0.2)
+    await replay.close()
+
+
+async def test_slots_that_were_granted_behind_the_deadline_and_have_run_out_are_for_nobody(server):
+    replay = RedisReplay(server.url, f"test-{uuid.uuid4().hex}", changed(slot_timeout_s=0.5))
+    with stopped(server), pytest.raises(NoAnswer):
+        await replay.admit(1, V0, 0.0)
+    await asyncio.sleep(0.7)
+    (slot,) = await replay.admit(1, V0, AMPLE_S)
+    await replay.add(slot, build_group(slot))
+    await replay.close()
 
 
 async def test_slots_that_were_granted_behind_the_deadline_are_for_the_next_callers(replay, server):
