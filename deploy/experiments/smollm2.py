@@ -10,7 +10,7 @@ What comes out is these values in bfloat16, 270 MB: a model a little worse than 
 Of the bundled questions it answers a fifth of those that need one search and none of those that
 need two, so one-hop-train.jsonl and one-hop-held-out.jsonl beside it are the former.
 
-It does so where each token is the likeliest. Sampled, it answers one in a hundred, which is too few
+It does so where each token is the likeliest. Sampled, it answers one in two hundred, too few
 to learn from, so its logits are doubled: sampling at temperature 1, which is how Leeway samples, is
 then what temperature 0.5 was before. The weights of the last norm carry the factor, which in
 bfloat16 is exact.
