@@ -46,8 +46,9 @@ class PolicyConfig(FrozenModel):
     until the last byte has come. auto: beside it where memory allows; the log says which. Of
     backend vllm; torch receives beside it."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Arithmetic of the engine. `auto` is bfloat16 on GPUs and float32 on CPUs; of backend torch,
-    whose models are small, float32 everywhere."""
+    """Arithmetic of the engine. `auto` is that of the learner (`learner.precision`), so that both
+    round the same weights alike: of two that do not, one hides small updates from the other, and
+    the longer a run goes on the more their log-probs differ (docs/findings.md, section 13)."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one CPU engine."""
     start_timeout_s: float = Field(default=180.0, gt=0)

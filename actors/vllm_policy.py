@@ -481,6 +481,7 @@ def _gpu_uuids(config: PolicyConfig) -> list[str]:
 
 
 def _dtype(config: PolicyConfig) -> str:
+    """Runs have decided; `auto` is left where an engine is measured by itself."""
     if config.dtype != "auto":
         return config.dtype
     return "bfloat16" if torch.cuda.is_available() else "float32"

@@ -152,6 +152,14 @@ class RunConfig(FrozenModel):
     tracing: TracingConfig = TracingConfig()
     supervision: SupervisionConfig = SupervisionConfig()
 
+    @property
+    def engine(self) -> PolicyConfig:
+        """`policy` with its arithmetic decided: `auto` is the learner's, so that both round the
+        same weights alike."""
+        if self.policy.dtype != "auto":
+            return self.policy
+        return self.policy.model_copy(update={"dtype": self.learner.precision})
+
 
 def load(
     path: Path | str | None, overrides: Sequence[str] = (), *, has_files: bool = True

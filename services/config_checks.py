@@ -281,6 +281,13 @@ def remarks(config: RunConfig) -> list[str]:
 
 def _remarks(config: RunConfig) -> Iterator[str]:
     replay, rollout, learner = config.replay, config.rollout, config.learner
+    if config.engine.dtype != learner.precision:
+        yield (
+            f'policy.dtype = "{config.policy.dtype}" and learner.precision = '
+            f'"{learner.precision}" round weights differently: updates smaller than bfloat16 can '
+            "tell reach one of the two alone, and ratios drift from 1 with nothing stale; leave "
+            'policy.dtype at "auto"'
+        )
     window = replay.groups_per_step * (replay.max_staleness + 1)
     in_flight = rollout.max_groups_in_flight * rollout.num_workers
     if replay.max_groups < window:

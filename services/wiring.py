@@ -29,7 +29,7 @@ def actor_spec(run: RunDirectory, config: RunConfig, redis_url: str) -> ActorSpe
         model=str(model_dir(config.model)),
         checkpoints=str(run.checkpoints),
         seed=config.seed,
-        policy=config.policy,
+        policy=config.engine,
         environment=config.environment,
         search=config.search,
         reward=config.reward,

@@ -106,8 +106,8 @@ def gap_finding(gap: Gap, config: RunConfig) -> Finding:
         return EQUALITY.error("log-probs", text, remedy, **facts)
     if gap.mean > MEAN_WARNING:
         remedy = (
-            'set policy.dtype and learner.precision to the same, best "float32" on one side; '
-            "ratios are off by this much before anything is stale"
+            'leave policy.dtype at "auto", which takes learner.precision, and try "float32" for '
+            "that; ratios are off by this much before anything is stale"
         )
         return EQUALITY.warning("log-probs", text, remedy, **facts)
     return EQUALITY.ok("log-probs", text, **facts)
@@ -143,10 +143,10 @@ async def _start(config: RunConfig) -> Policy:
     if config.policy.backend == "vllm":
         from leeway.actors.vllm_policy import VllmPolicy
 
-        return await VllmPolicy.start(folder, config.policy, seed=SEED, version=version)
+        return await VllmPolicy.start(folder, config.engine, seed=SEED, version=version)
     from leeway.actors.torch_policy import TorchPolicy
 
-    return await TorchPolicy.start(folder, config.policy, seed=SEED, version=version)
+    return await TorchPolicy.start(folder, config.engine, seed=SEED, version=version)
 
 
 async def _complete(policy: Policy, ids: list[int], name: str) -> Completion:

@@ -72,8 +72,8 @@ async def _start_backend(config: RunConfig, model: Path) -> Policy:
         from leeway.actors.torch_policy import TorchPolicy
 
         return await TorchPolicy.start(
-            model, config.policy, seed=config.seed, version=PolicyVersion(0)
+            model, config.engine, seed=config.seed, version=PolicyVersion(0)
         )
     from leeway.actors.vllm_policy import VllmPolicy
 
-    return await VllmPolicy.start(model, config.policy, seed=config.seed, version=PolicyVersion(0))
+    return await VllmPolicy.start(model, config.engine, seed=config.seed, version=PolicyVersion(0))

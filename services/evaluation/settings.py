@@ -204,7 +204,7 @@ def settings_of(
         num_samples=num_samples or 1,
         seed=config.seed,
         backend=config.policy.backend,
-        dtype=config.policy.dtype,
+        dtype=config.engine.dtype,
         max_model_len=config.policy.max_model_len,
         environment={
             "search": config.search.model_dump(exclude=set(_RETRIEVER_KEYS)),

@@ -275,7 +275,7 @@ async def _build(config: RunConfig, found: Standing | None) -> Parts:
     source = model_dir(config.model)
     model = source if found is None else found.model
     version = PolicyVersion(0 if found is None else found.version)
-    policy = await TorchPolicy.start(model, config.policy, seed=config.seed, version=version)
+    policy = await TorchPolicy.start(model, config.engine, seed=config.seed, version=version)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = Trainer(load_model(model, device), config.learner, World(device=torch.device(device)))
     replay = MemoryReplay(config.replay)

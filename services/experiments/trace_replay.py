@@ -210,7 +210,7 @@ async def _score(
     or for an engine that is not of this process."""
     if config.eval.num_questions == 0 or config.policy.backend != "torch":
         return None
-    policy = await TorchPolicy.start(model, config.policy, seed=config.seed, version=version)
+    policy = await TorchPolicy.start(model, config.engine, seed=config.seed, version=version)
     try:
         weights = {name: tensor.clone() for name, tensor in trainer.weights()}
         await asyncio.to_thread(policy.load, weights, version)

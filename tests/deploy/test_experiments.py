@@ -113,7 +113,7 @@ def test_the_share_of_a_gpu_is_what_holds_so_many_gib_on_this_one(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert program._shares("sweep-a", is_cpu=False) == (0.1, 0.175, 0.25)
     assert program._shares("sweep-c", is_cpu=False) == (0.25, 0.375, 0.562)
-    assert program._shares("sweep-c-critic", is_cpu=False) == (0.375, 0.562, 0.75)
+    assert program._shares("sweep-c-critic", is_cpu=False) == (0.275, 0.375, 0.562)
     assert program._shares("sweep-a", is_cpu=True) == (0.0,)
     asked.write_text("#!/bin/sh\necho 10240\n")
     assert program._shares("sweep-a", is_cpu=False) == (0.8, 1.0, 1.0)

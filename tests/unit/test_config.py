@@ -242,6 +242,22 @@ def test_a_bound_that_is_shorter_than_a_group_takes_is_remarked():
     assert remarks(load(None, ["replay.max_staleness=0"])) == []
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_engine_rounds_weights_as_its_learner_does(precision: str):
+    config = load(None, [f"learner.precision={precision}"])
+    assert (config.policy.dtype, config.engine.dtype) == ("auto", precision)
+    assert remarks(config) == []
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_an_engine_that_rounds_otherwise_is_said_not_refused(dtype: str, precision: str):
+    config = load(None, [f"policy.dtype={dtype}", f"learner.precision={precision}"])
+    assert config.engine.dtype == dtype
+    (remark,) = remarks(config)
+    assert f'policy.dtype = "{dtype}" and learner.precision = "{precision}"' in remark
+    assert 'leave policy.dtype at "auto"' in remark
+
+
 def test_the_defaults_need_no_remark():
     assert remarks(RunConfig()) == []
 
