@@ -51,7 +51,7 @@ MPS_LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
 MPS_S: Final = 20.0
 MEMORY_GIB: Final = (8.0, 14.0, 20.0)
 """Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
-MORE_GIB: Final = {"sweep-c": (20.0, 30.0, 45.0), "sweep-c-critic": (30.0, 45.0, 60.0)}
+MORE_GIB: Final = {"sweep-c": (20.0, 30.0, 45.0), "sweep-c-critic": (22.0, 30.0, 45.0)}
 
 
 def main() -> int:

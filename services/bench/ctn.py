@@ -5,6 +5,10 @@ many those are depends on how clipped tokens lie: a turn's ratio clips whole tur
 single tokens all over the batch. Both are measured; the key is of the turns, which the paper's
 objectives clip.
 
+A trajectory without advantage is read and not differentiated, so groups of equal rewards make the
+step cheaper, not the second pass. Batches of the key have a fifth of such groups; a third case has
+none.
+
 Both trainers start from the same weights at a learning rate that changes none of them, so that
 every step does the same work and stays at 5 %.
 """
@@ -44,6 +48,23 @@ DISTANCE: Final = 0.5
 
 
 @dataclass(frozen=True)
+class Way:
+    """How clipped tokens lie, and in which batch."""
+
+    name: str
+    ratio: str
+    """That clips so: the ratio of a turn only clips it whole."""
+    all_teach: bool = False
+
+
+WAYS: Final = (
+    Way("turns", "turn"),
+    Way("single tokens", "token"),
+    Way("turns, every group teaches", "turn", all_teach=True),
+)
+
+
+@dataclass(frozen=True)
 class Measured:
     """One case."""
 
@@ -72,14 +93,18 @@ def episode_shapes(num_trajectories: int, rng: np.random.Generator) -> list[Shap
     return shapes
 
 
-def build_case(num_trajectories: int, vocabulary: int, seed: int = 0) -> PackedBatch:
-    """Groups of 8 whose questions differ in difficulty: some have equal rewards and teach
-    nothing."""
+def build_case(
+    num_trajectories: int, vocabulary: int, seed: int = 0, *, all_teach: bool = False
+) -> PackedBatch:
+    """Groups of 8 whose questions differ in difficulty: some have equal rewards and teach nothing,
+    unless `all_teach`: then every other trajectory has a reward of 1."""
     rng = np.random.default_rng(seed)
     shapes = episode_shapes(num_trajectories, rng)
     chance = np.repeat(rng.random(num_trajectories // GROUP_SIZE), GROUP_SIZE)
-    rewards = (rng.random(num_trajectories) < chance).astype(float).tolist()
-    return build_episodes(shapes, rewards, GROUP_SIZE, vocabulary, rng)
+    rewards = (rng.random(num_trajectories) < chance).astype(float)
+    if all_teach:
+        rewards = np.arange(num_trajectories) % 2.0
+    return build_episodes(shapes, rewards.tolist(), GROUP_SIZE, vocabulary, rng)
 
 
 def choose(segment_of_T: Tensor, can_clip_T: Tensor, rng: np.random.Generator) -> Tensor:
@@ -115,7 +140,7 @@ def run(*, quick: bool) -> BenchResult:
     """
     is_cuda = torch.cuda.is_available()
     num_trajectories, repeats = (32, 2) if quick else (512 if is_cuda else 128, 7)
-    ways = ("turns",) if quick else ("turns", "single tokens")
+    ways = WAYS[:1] if quick else WAYS
     name, model = (
         ("0.5B", _half_billion())
         if is_cuda
@@ -160,21 +185,19 @@ def _measure(
     model: PreTrainedModel,
     num_trajectories: int,
     repeats: int,
-    ways: Sequence[str],
+    ways: Sequence[Way],
 ) -> list[Measured]:
-    batch = build_case(num_trajectories, model.config.vocab_size)
-    segments = batch.segments
-    a_T = build_update(batch, PRESETS["so-grpo"], 0).tokens.a_T
-    by = {"turns": segments.turn_of_T, "single tokens": torch.arange(batch.num_tokens)}
-    # Both objectives clip what is chosen; the ratio of a turn only clips it whole.
-    ratios = {"turns": "turn", "single tokens": "token"}
     rows: list[Measured] = []
-    for how in ways:
-        chosen_T = choose(by[how], a_T != 0, np.random.default_rng(0))
-        trainers = _trainers(model, ratios[how])
+    for way in ways:
+        batch = build_case(num_trajectories, model.config.vocab_size, all_teach=way.all_teach)
+        a_T = build_update(batch, PRESETS["so-grpo"], 0).tokens.a_T
+        tokens_T = torch.arange(batch.num_tokens)
+        segment_of_T = batch.segments.turn_of_T if way.ratio == "turn" else tokens_T
+        chosen_T = choose(segment_of_T, a_T != 0, np.random.default_rng(0))
+        trainers = _trainers(model, way.ratio)
         prepared = with_clipped(batch, trainers[0].measure(batch)[0], a_T, chosen_T)
-        affected = len(segments.trajectory_of_T[chosen_T].unique()) / num_trajectories
-        rows.append(_time(f"{name}, {how}", trainers, prepared, affected, repeats))
+        affected = len(batch.segments.trajectory_of_T[chosen_T].unique()) / num_trajectories
+        rows.append(_time(f"{name}, {way.name}", trainers, prepared, affected, repeats))
     return rows
 
 
