@@ -60,7 +60,7 @@ def limiter_of(config: ReplayConfig) -> Limiter:
     """The configured limiter's numbers."""
     min_size = max(config.min_size, config.groups_per_step)
     if config.limiter == "queue":
-        return Limiter(min_size, 1.0, 0.0, float(config.queue_size))
+        return Limiter(config.groups_per_step, 1.0, 0.0, float(config.queue_size))
     if config.limiter == "sample-to-insert":
         ratio = config.samples_per_insert
         offset = ratio * config.min_size

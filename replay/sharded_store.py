@@ -24,13 +24,16 @@ import msgspec
 
 from leeway.replay.bounds import checked_number
 from leeway.replay.config import ReplayConfig
+from leeway.replay.connection import Link
 from leeway.replay.errors import (
+    ConfigurationError,
     LeaseExpired,
     LeewayError,
     NoAnswer,
     StoreUnavailable,
     WaitTimeout,
 )
+from leeway.replay.keys import replay_prefix
 from leeway.replay.late import ANSWER_S
 from leeway.replay.redis_store import RedisReplay
 from leeway.replay.schema import Group, GroupId, PolicyVersion
@@ -54,6 +57,28 @@ def connect_replay(url: str, run: str, config: ReplayConfig, retry_s: float = 30
     of_shard = config.of_shard()
     shards = [RedisReplay(url, run, of_shard, retry_s, k) for k in range(config.num_shards)]
     return ShardedReplay(shards, config)
+
+
+async def check_shards(url: str, run: str, num_shards: int, retry_s: float = 30.0) -> bool:
+    """Whether Redis holds a buffer of `run`.
+
+    Raises ConfigurationError if it has more than `num_shards` shards: what the others hold would
+    never be drawn.
+    """
+    link = Link(url, retry_s)
+    try:
+        is_there, is_larger = [
+            (await link.execute(("EXISTS", f"{replay_prefix(run, shard)}state")))[0]
+            for shard in (0, num_shards)
+        ]
+    finally:
+        await link.close()
+    if is_larger:
+        raise ConfigurationError(
+            f"the buffer of {run} has more shards than num_shards = {num_shards}; give the "
+            "configuration that it was made with"
+        )
+    return bool(is_there)
 
 
 class Shard(Replay, Protocol):

@@ -34,7 +34,7 @@ from leeway.replay.config import ReplayConfig
 from leeway.replay.errors import LeewayError, StalenessViolation
 from leeway.replay.flat_weights import FlatWeights, pack
 from leeway.replay.schema import Group, PolicyVersion
-from leeway.replay.sharded_store import connect_replay
+from leeway.replay.sharded_store import check_shards, connect_replay
 from leeway.replay.store import Lease
 from leeway.replay.traced_replay import traced
 from leeway.replay.vigil import Vigil
@@ -194,6 +194,7 @@ class LearnerProcess:
 
     async def _join(self) -> None:
         """Bring buffer and engines to this learner's version before anything is admitted."""
+        await check_shards(self._redis_url, self._run.root.name, self._config.replay.num_shards)
         await begin(self._board, self._config, self._run.root.name, self.version)
         was_draining = await self._requests.forget()
         await self._apply_settings()

@@ -273,25 +273,12 @@ def _redis_of(run: RunDirectory, url: str | None) -> Iterator[str]:
 
 async def _check_shards(target: Target) -> None:
     """Raise ConfigurationError where there is no such buffer, or it has more shards than named."""
-    from leeway.replay.connection import Link, address
+    from leeway.replay.connection import address
     from leeway.replay.errors import ConfigurationError
-    from leeway.replay.keys import replay_prefix
+    from leeway.replay.sharded_store import check_shards
 
-    number = target.config.num_shards
-    link = Link(target.url, RETRY_S)
-    try:
-        is_there, is_larger = [
-            (await link.execute(("EXISTS", f"{replay_prefix(target.name, shard)}state")))[0]
-            for shard in (0, number)
-        ]
-    finally:
-        await link.close()
+    is_there = await check_shards(target.url, target.name, target.config.num_shards, RETRY_S)
     if not (is_there or target.for_import):
         raise ConfigurationError(
             f"Redis at {address(target.url)} holds no replay buffer of run {target.name}"
-        )
-    if is_larger:
-        raise ConfigurationError(
-            f"the buffer of {target.name} has more shards than num_shards = {number}; give the "
-            "configuration of the run with --config FILE"
         )

@@ -28,7 +28,7 @@ from leeway.replay.board import RunBoard
 from leeway.replay.errors import LeewayError, StoreUnavailable, WaitTimeout
 from leeway.replay.free_pages import keep_giving_back
 from leeway.replay.server import EmbeddedRedis
-from leeway.replay.sharded_store import connect_replay
+from leeway.replay.sharded_store import check_shards, connect_replay
 from leeway.replay.vigil import Vigil
 from leeway.services import supervision
 from leeway.services.api.auth import tokens_of
@@ -128,6 +128,7 @@ class Training:
 
     async def _start(self, url: str, resume: bool) -> None:
         config, board = self._config, self._board
+        await check_shards(url, self._run.root.name, config.replay.num_shards)
         await board.clear_stop()
         await board.set_phase("starting")
         await board.put("run", run_section(config, self._run.root.name, self._began))

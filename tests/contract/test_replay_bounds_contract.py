@@ -69,6 +69,11 @@ async def test_a_queue_of_three_refuses_the_fourth_until_a_step_is_drawn(build_r
         await replay.admit(1, v(0), SOON_S)
 
 
+async def test_a_queue_is_bounded_by_its_size_whatever_the_size_that_others_wait_for(build_replay):
+    replay = build_replay(limiter="queue", queue_size=3, min_size=9)
+    assert len(await replay.admit(4, v(0), SOON_S)) == 3
+
+
 async def test_a_waiting_admission_wakes_when_the_queue_is_drawn_from(build_replay):
     replay = build_replay(limiter="queue", queue_size=2)
     await put(replay), await put(replay)

@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
         return {
             "none": cls(0, 1.0, -inf, inf),
             "min-size": cls(least, 1.0, -inf, inf),
-            "queue": cls(least, 1.0, 0.0, c.queue_size),
+            "queue": cls(c.groups_per_step, 1.0, 0.0, c.queue_size),
             "sample-to-insert": cls(
                 least, c.samples_per_insert, middle - c.error_buffer, middle + c.error_buffer
             ),

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from leeway.replay.config import ReplayConfig
-from leeway.replay.errors import LeaseExpired, NoAnswer, StoreUnavailable, WaitTimeout
+from leeway.replay.errors import (
+    ConfigurationError,
+    LeaseExpired,
+    NoAnswer,
+    StoreUnavailable,
+    WaitTimeout,
+)
 from leeway.replay.memory_store import MemoryReplay
 from leeway.replay.schema import PolicyVersion
-from leeway.replay.sharded_store import HAND_BACK_S, ShardedReplay
+from leeway.replay.server import EmbeddedRedis
+from leeway.replay.sharded_store import HAND_BACK_S, ShardedReplay, check_shards, connect_replay
 from leeway.replay.store import Lease, Replay, Slot
 from leeway.replay.synthetic import build_group
 
@@ -74,6 +82,18 @@ def test_shards_that_could_not_hold_their_part_of_a_step_are_refused(settings, w
         return
     with pytest.raises(ValidationError, match=words):
         ReplayConfig.model_validate(settings)
+
+
+async def test_a_buffer_is_not_opened_with_fewer_shards_than_it_has(tmp_path: Path):
+    with EmbeddedRedis.start(tmp_path) as server:
+        assert not await check_shards(server.url, "run", 1)
+        replay = connect_replay(server.url, "run", CONFIG)
+        await fill(replay, 4)
+        await replay.close()
+        assert await check_shards(server.url, "run", 2)
+        assert await check_shards(server.url, "run", 4)
+        with pytest.raises(ConfigurationError, match="more shards than num_shards = 1"):
+            await check_shards(server.url, "run", 1)
 
 
 async def test_a_step_takes_an_equal_part_from_every_shard():
