@@ -233,6 +233,11 @@ def _contradictions(name: str, preset: Objective, objective: Objective) -> Itera
             f'learner.ctn = "{objective.ctn}" is triggered by the clip, and {where} has none; '
             "leave it out, or take an objective that clips, such as grpo"
         )
+    if objective.surrogate == "second-moment" and objective.ratio != "token":
+        yield (
+            f'learner.ratio = "{objective.ratio}" would let single tokens that {where} masks move '
+            "the policy through the ratio of others; leave it out"
+        )
     if objective.old == "proximal" and preset.surrogate in ("truncate", "topr", "vespo"):
         yield (
             f'learner.old = "proximal" would undo {where}, whose weight is the ratio to the policy '

@@ -43,12 +43,18 @@ local missing, blocking_until, forced = drawable(
 local is_limited = missing == 0 and not blocking_until
   and not may_sample(limiter(), step, S.num_stored, S.inserts, S.samples)
 if missing > 0 or blocking_until or is_limited then
-  local awaited = {}
-  for _, member in ipairs(call('ZRANGE', key.slots, 0, -1)) do
-    if #awaited == 4 then break end
-    local id, playing_version = slot_of(member)
-    if playing_version <= (blocking_until or math.huge) then awaited[#awaited + 1] = id end
-  end
+  -- A few at a time: the first ones run out first, so those that are waited for stand in front.
+  local awaited, first = {}, 0
+  repeat
+    local members = call('ZRANGE', key.slots, first, first + 15)
+    for _, member in ipairs(members) do
+      local id, playing_version = slot_of(member)
+      if #awaited < 4 and playing_version <= (blocking_until or math.huge) then
+        awaited[#awaited + 1] = id
+      end
+    end
+    first = first + 16
+  until #awaited == 4 or #members < 16
   if blocking_until and S.is_tried == 1 then S.is_tried = 2 end
   refuse(is_limited and 'limiter' or missing > 0 and 'missing' or 'blocked')
   save()

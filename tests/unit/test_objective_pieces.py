@@ -183,6 +183,7 @@ def test_an_override_that_would_do_nothing_is_refused(
         ("ppo", {"advantage": "group"}, "leaves the critic"),
         ("rloo", {"ctn": "gradient"}, "triggered by the clip"),
         ("m2po", {"ctn": "penalty"}, "triggered by the clip"),
+        ("m2po", {"ratio": "turn"}, 'tokens that learner.objective = "m2po" masks'),
         ("grpo", {"correction": "mask"}, 'set learner.old = "proximal"'),
         ("decoupled-grpo", {"old": "behaviour"}, 'or learner.correction = "none"'),
         ("tis", {"old": "proximal"}, "would undo"),
