@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from leeway.actors.weight_receiver import Committed, Delivery, Rendezvous
@@ -112,13 +113,23 @@ class Membership:
                 if self.broken is not None:
                     raise TransferError(self.broken)
         finally:
-            beating.cancel()
-            # A beat under way would put the engine back.
-            await asyncio.wait({beating}, timeout=CANCEL_S)
+            await self._end(beating)
             try:
                 await self._board.withdraw(self._engine_id)
             except StoreUnavailable as error:
                 log.warning("%s stays on the board until it expires: %s", self._engine_id, error)
+
+    async def _end(self, beating: asyncio.Task[None]) -> None:
+        """Between two beats, if that can be: one that is cancelled may be on its way to Redis, and
+        would put the engine back behind its withdrawal."""
+        is_between = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_S):
+                is_between = await self._beating.acquire()
+        beating.cancel()
+        await asyncio.wait({beating}, timeout=CANCEL_S)
+        if is_between:
+            self._beating.release()
 
     async def _keep_beating(self) -> None:
         while True:

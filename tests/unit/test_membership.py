@@ -25,6 +25,7 @@ from leeway.actors.weight_receiver import (
 from leeway.replay.board import (
     LEARNER,
     Announcement,
+    EngineRecord,
     EngineReport,
     PolicyBoard,
     Stage,
@@ -313,6 +314,24 @@ async def test_engine_that_cannot_give_up_a_transfer_is_broken(board):
     with pytest.raises(TransferError, match=r"did not answer within 0\.6 s"):
         await follow_one(board, policy)
     assert (await report_of(board, 1, "failed")).error == "TransferError: reset"
+
+
+async def test_beat_on_its_way_does_not_put_back_an_engine_that_has_left(board):
+    heartbeat = board.heartbeat
+
+    async def late(record: EngineRecord, ttl_s: float) -> None:
+        async def arrive() -> None:
+            await asyncio.sleep(0.3)
+            await heartbeat(record, ttl_s)
+
+        # Who gives the call up does not stop what was sent.
+        await asyncio.shield(asyncio.create_task(arrive()))
+
+    async with running(board, FakePolicy()):
+        board.heartbeat = late
+        await asyncio.sleep(HEARTBEAT_S + 0.1)
+    await asyncio.sleep(0.35)
+    assert await board.engines() == []
 
 
 async def test_beat_under_way_does_not_bring_back_a_version_that_was_lost(board):
