@@ -120,6 +120,31 @@ async def test_after_ctrl_c_resume_goes_on_where_the_run_was(leeway, tiny: Calla
     assert after.position >= before.position + num_played
 
 
+def test_a_run_is_not_resumed_with_fewer_shards_than_its_buffer_has(
+    leeway, tiny: Callable[[], Path]
+):
+    folder, shards = tiny(), ("--set", "replay.num_shards=2")
+    with leeway(
+        folder, "train", "tiny.toml", *NO_EVAL, *shards, "--set", "learner.num_steps=1"
+    ) as command:
+        run = command.run
+        ended = command.end(150, run)
+    assert (ended.code, ended.left) == (0, []), ended.err
+
+    resume = ("train", "--resume", str(run.root), "--set", "learner.num_steps=2")
+    with leeway(folder, *resume, "--set", "replay.num_shards=1") as command:
+        ended = command.end(90, run)
+    assert (ended.code, ended.left) == (2, []), ended.err
+    assert "has more shards than num_shards = 1" in ended.err
+    assert "Traceback" not in ended.err
+    assert steps_of(run) == [1]
+
+    with leeway(folder, *resume, *shards) as command:
+        ended = command.end(150, run)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert steps_of(run) == [1, 2]
+
+
 def test_two_ranks_stop_on_sigterm_and_resume(leeway, tiny: Callable[[], Path]):
     folder = tiny()
     two = ("--set", "learner.num_processes=2")
