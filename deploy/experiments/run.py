@@ -4,8 +4,9 @@
 
 Each is a sweep of deploy/configs. What has ended is kept in --state; the next call goes on there,
 inside the runs that were cut. --out receives one archive for each sweep (results, rates, report,
-some ten kilobytes a run), from which a later call on another machine goes on: --brought. The last
-thing printed is a table of what has been found so far.
+some ten kilobytes a run), from which a later call on another machine goes on: --brought. It is
+written anew every half minute, so a machine that is taken back takes little with it. The last thing
+printed is a table of what has been found so far.
 
 Needs the packages that `leeway sweep --executor processes` needs. docs/sweep.md explains the files.
 """
@@ -43,6 +44,7 @@ RESERVE_S: Final = 45.0
 """Kept at the end of a call, for reports and archives."""
 LEAST_S: Final = 30.0
 """No sweep begins with less: an arm needs that to start."""
+PACK_EVERY_S: Final = 30.0
 SHARE: Final = "gpu-share.txt"
 """In a sweep's folder: the share of a GPU that its arms last ran with."""
 MAX_ARCHIVE_BYTES: Final = 16 * 2**20
@@ -51,7 +53,7 @@ MPS_LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
 MPS_S: Final = 20.0
 MEMORY_GIB: Final = (8.0, 14.0, 20.0)
 """Of a GPU for each arm. Where arms ended for want of memory, they run again with the next."""
-MORE_GIB: Final = {"sweep-c": (20.0, 30.0, 45.0), "sweep-c-critic": (22.0, 30.0, 45.0)}
+MORE_GIB: Final = {"sweep-c": (20.0, 30.0, 45.0), "sweep-c-critic": (17.0, 30.0, 45.0)}
 
 
 def main() -> int:
@@ -131,7 +133,7 @@ def _run(name: str, options: argparse.Namespace, ends_at: float) -> int:
         _say(f"{name}: {left_s / 60:.1f} minutes, {share:g} of a GPU for each arm")
         try:
             limit_s = left_s + RESERVE_S / 2
-            code = _ended(command, limit_s)
+            code = _ended(command, limit_s, folder, options.out / f"{name}.tar.gz")
             ended = f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
             code, ended = 1, f"did not end within its {left_s / 60:.1f} minutes"
@@ -213,9 +215,22 @@ def _results(folder: Path) -> Iterator[dict[str, object]]:
         yield json.loads(file.read_text(encoding="utf-8"))
 
 
-def _ended(command: Sequence[str], limit_s: float) -> int:
-    """Its exit code. Paths in configurations are of the repository, wherever this is called."""
-    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=limit_s, cwd=ROOT).returncode
+def _ended(command: Sequence[str], limit_s: float, folder: Path, archive: Path) -> int:
+    """Its exit code. Paths in configurations are of the repository, wherever this is called.
+
+    What has ended is packed meanwhile too: who lends the machine may take it back before the end.
+    """
+    ends_at = time.monotonic() + limit_s
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as sweep:
+        while True:
+            left_s = max(0.0, ends_at - time.monotonic())
+            try:
+                return sweep.wait(min(left_s, PACK_EVERY_S))
+            except subprocess.TimeoutExpired:
+                if left_s <= PACK_EVERY_S:
+                    sweep.kill()
+                    raise
+            _pack(folder, archive)
 
 
 # ---- archives
@@ -241,8 +256,8 @@ def _pack(folder: Path, archive: Path) -> None:
             packed.add(file, arcname=f"{folder.name}/{file.relative_to(folder)}")
     size = partial.stat().st_size
     partial.replace(archive)
-    note = "" if size <= MAX_ARCHIVE_BYTES else ", MORE THAN 16 MiB"
-    _say(f"{archive}: {size / 2**20:.1f} MiB{note}")
+    if size > MAX_ARCHIVE_BYTES:
+        _say(f"{archive}: {size / 2**20:.1f} MiB, MORE THAN 16 MiB")
 
 
 def _kept(folder: Path) -> Sequence[Path]:
