@@ -155,6 +155,26 @@ def build_batch(groups: Sequence[Group]) -> PackedBatch:
     )
 
 
+def check_ids(batch: PackedBatch, vocabulary: int) -> None:
+    """Raise DataError, naming trajectory and turn, unless each token is one of the model's: a GPU
+    that looks up another one ends its whole process.
+
+    `vocabulary` is the number of the model's tokens.
+    """
+    for trajectory in batch.trajectories:
+        ids = trajectory.token_ids
+        if ids.min() >= 0 and ids.max() < vocabulary:
+            continue
+        position = int(np.flatnonzero((ids < 0) | (ids >= vocabulary))[0])
+        begun = sum(turn.start <= position for turn in trajectory.turns)
+        where = f"turn {begun - 1}" if begun else "prompt"
+        raise DataError(
+            f"trajectory {trajectory.trajectory_id}, {where}: token {ids[position]} at position "
+            f"{position} is none of the model's {vocabulary}; were these groups sampled from "
+            "another model?"
+        )
+
+
 def turn_and_trajectory(batch: PackedBatch, token: int) -> str:
     """Where trained token `token` of the batch stands, in words for an error message."""
     b = int(batch.segments.trajectory_of_T[token])

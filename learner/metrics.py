@@ -98,10 +98,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Before it was bounded."""
     grad_norm_applied: float
     """After bounding and normalization: what the optimizer saw."""
-    ctn_norm: float
-    """||C||, the norm of what the clip removed; 0 when nothing was clipped, or neither objective
-    nor `learner.measure_ctn` asks for it. The largest of the minibatches, as ctn_divisor; other
-    numbers are means over them."""
+    ctn_norm: float | None
+    """||C||, the norm of what the clip removed; 0 when nothing was clipped, None where neither
+    objective nor `learner.measure_ctn` asks for it. The largest of the minibatches, as ctn_divisor;
+    other numbers are means over them."""
     ctn_divisor: float
     """What the gradient, or the learning rate, was divided by."""
     policy: PolicyMetrics

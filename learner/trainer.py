@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leeway.learner.batch import PackedBatch
+from leeway.learner.batch import PackedBatch, check_ids
 from leeway.learner.config import LearnerConfig
 from leeway.learner.critic import Critic
 from leeway.learner.errors import NonFiniteError
@@ -58,7 +58,8 @@ class OptimizerStep:
     """Before it was bounded."""
     applied_norm: float
     """What the optimizer saw."""
-    ctn_norm: float
+    ctn_norm: float | None
+    """None where nobody asked for it."""
     ctn_divisor: float
     learning_rate: float
     seconds_ctn: float
@@ -87,6 +88,9 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        embeddings = model.get_input_embeddings()
+        assert isinstance(embeddings, torch.nn.Embedding), "token ids are looked up in a table"
+        self._num_ids = embeddings.num_embeddings
         # Dropout would make the ratio of a policy to itself differ from 1.
         model.eval()
 
@@ -110,7 +114,7 @@ class Trainer:
             learning_rate=_mean([step.learning_rate for step in steps]),
             grad_norm=_mean([step.grad_norm for step in steps]),
             grad_norm_applied=_mean([step.applied_norm for step in steps]),
-            ctn_norm=max(step.ctn_norm for step in steps),
+            ctn_norm=_largest([step.ctn_norm for step in steps]),
             ctn_divisor=max(step.ctn_divisor for step in steps),
             policy=policy_metrics(
                 update, self.objective, lp_T, entropy_T, version, self._masked_fraction(steps)
@@ -144,6 +148,7 @@ class Trainer:
 
     def measure(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-prob [T] and entropy [T] of the batch's trained tokens, without gradients."""
+        check_ids(batch, self._num_ids)
         done = self._passes.measure(batch, range(len(batch.trajectories)))
         return done.lp_T, done.entropy_T
 
@@ -156,6 +161,7 @@ class Trainer:
         return weight_manifest(self.model, dtype)
 
     def _update(self, batch: PackedBatch, version: int) -> Update:
+        check_ids(batch, self._num_ids)
         proximal_T = value_T = None
         if self.objective.old == "proximal":
             proximal_T, _ = self.measure(batch)
@@ -172,7 +178,7 @@ class Trainer:
     def _stand_still(self, update: Update, rows: Sequence[int], version: int) -> OptimizerStep:
         done = self._passes.measure(update.batch, rows)
         check_finite(update.batch, done.lp_T, CURRENT)
-        return OptimizerStep(done, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+        return OptimizerStep(done, 0.0, 0.0, None, 1.0, 0.0, 0.0)
 
     def _optimizer_step(self, update: Update, rows: Sequence[int], version: int) -> OptimizerStep:
         batch, objective = update.batch, self.objective
@@ -187,10 +193,13 @@ class Trainer:
         ctn_started = time.perf_counter()
         normalizes = objective.ctn == "gradient"
         measures = normalizes or bool(self.config.measure_ctn)
-        ctn_norm = self._bias_norm(update, rows, done.lp_T) if measures else 0.0
+        ctn_norm = self._bias_norm(update, rows, done.lp_T) if measures else None
         seconds_ctn = time.perf_counter() - ctn_started
-        _check_finite("norm of the clipping bias", ctn_norm)
-        divisor = ctn_divisor(ctn_norm, objective.ctn_c, objective.ctn_raw) if normalizes else 1.0
+        divisor = 1.0
+        if ctn_norm is not None:
+            _check_finite("norm of the clipping bias", ctn_norm)
+            if normalizes:
+                divisor = ctn_divisor(ctn_norm, objective.ctn_c, objective.ctn_raw)
         scale, learning_rate = (
             scale_to(norm, self.config.max_grad_norm),
             self.learning_rate(version),
@@ -251,6 +260,11 @@ def _share_left(decay: Literal["none", "linear", "cosine"], way: float) -> float
     if decay == "linear":
         return 1.0 - way
     return 1.0 if decay == "none" else 0.5 * (1.0 + math.cos(math.pi * way))
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    """None where none is known."""
+    return max((value for value in values if value is not None), default=None)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -122,14 +122,31 @@ class Columns(NamedTuple):
 
 
 def columns_of(group: Group) -> Columns:
-    """Two trajectories with versions [3, 3] and [4] -> [3, 3, 4], oldest 3, newest 4."""
+    """Two trajectories with versions [3, 3] and [4] -> [3, 3, 4], oldest 3, newest 4.
+
+    Raises DataError, naming the trajectory, for an array that is not flat.
+    """
     if not group.trajectories:
         return Columns(np.empty(0, np.float32), np.empty(0, np.int32), 0, 0)
-    logprobs = np.concatenate([t.logprobs for t in group.trajectories], dtype=np.float32)
+    for trajectory in group.trajectories:
+        if trajectory.logprobs.ndim != 1 or trajectory.versions.ndim != 1:
+            raise _not_flat(group, trajectory)
+    with np.errstate(over="ignore"):  # check_group says which one is too large for float32
+        logprobs = np.concatenate([t.logprobs for t in group.trajectories], dtype=np.float32)
     versions = np.concatenate([t.versions for t in group.trajectories], dtype=np.int32)
     if not versions.size:
         return Columns(logprobs, versions, 0, 0)
     return Columns(logprobs, versions, int(versions.min()), int(versions.max()))
+
+
+def _not_flat(group: Group, trajectory: Trajectory) -> Exception:
+    from leeway.replay.errors import DataError
+
+    shapes = f"{list(trajectory.logprobs.shape)} and {list(trajectory.versions.shape)}"
+    return DataError(
+        f"group {group.group_id}, trajectory {trajectory.trajectory_id}: logprobs and versions are "
+        f"{shapes}; both must be [generated tokens]"
+    )
 
 
 def check_group(group: Group, columns: Columns | None = None) -> None:
@@ -198,7 +215,9 @@ def _first_gap(trajectory: Trajectory) -> str | None:
 
 
 def _first_bad_number(trajectory: Trajectory) -> str | None:
-    bad = np.flatnonzero(~np.isfinite(trajectory.logprobs))
+    # As it is kept: float32 ends at 3.4e38.
+    with np.errstate(over="ignore"):
+        bad = np.flatnonzero(~np.isfinite(trajectory.logprobs.astype(np.float32)))
     if bad.size:
         turn = turn_of(trajectory, int(bad[0]))
         return f"turn {turn}: log-prob of generated token {bad[0]} is {trajectory.logprobs[bad[0]]}"

@@ -70,7 +70,9 @@ def check_tokens(lp_T: Tensor, tokens: Tokens) -> None:
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise DataError(f"lengths disagree: {said}")
+        known = min(lengths.values()) - 1
+        end = f" behind {_place(segments, known)}" if known >= 0 else ""
+        raise DataError(f"lengths disagree{end}: {said}")
     if len(lp_T) == 0:
         raise DataError("the batch holds no trained token; nothing can be learned from it")
     _check_order(segments)
@@ -108,5 +110,6 @@ def _check_order(segments: Segments) -> None:
 def _place(segments: Segments, t: int) -> str:
     """Trajectory and turn of a token; turns count from 0 within their trajectory."""
     trajectory = segments.trajectory_of_T[t]
-    first = segments.turn_of_T[segments.trajectory_of_T == trajectory].min()
+    # Up to this token: behind it the two may differ in length.
+    first = segments.turn_of_T[: t + 1][segments.trajectory_of_T[: t + 1] == trajectory].min()
     return f"trajectory {int(trajectory)}, turn {int(segments.turn_of_T[t] - first)}"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leeway.learner.batch import build_batch, collate, split
+from leeway.learner.batch import build_batch, check_ids, collate, split
 from leeway.learner.metrics import data_metrics, staleness
 from leeway.learner.objective.presets import PRESETS
 from leeway.learner.update import build_update
@@ -66,6 +66,37 @@ def test_a_log_prob_that_is_not_finite_is_refused_naming_trajectory_and_turn() -
     bad.logprobs[2] = np.nan
     with pytest.raises(DataError, match=r"group g, trajectory a: turn 1: log-prob of .* 2 is nan"):
         build_batch([group(bad)])
+
+
+def test_a_log_prob_beyond_float32_is_refused_as_one_that_is_not_finite() -> None:
+    bad = msgspec.structs.replace(trajectory("a"), logprobs=np.array([-1.0, -1.0, -1e39]))
+    with pytest.raises(DataError, match="trajectory a: turn 1: log-prob of generated token 2 is"):
+        build_batch([group(bad)])
+
+
+def test_columns_that_are_not_flat_are_refused_naming_the_trajectory() -> None:
+    bad = msgspec.structs.replace(trajectory("a"), logprobs=np.full((3, 1), -1.0, np.float32))
+    with pytest.raises(DataError, match=r"group g, trajectory a: .* are \[3, 1\] and \[3\]; both"):
+        build_batch([group(trajectory("b"), bad)])
+
+
+@pytest.mark.parametrize(
+    ("position", "token", "sentence"),
+    [
+        (0, 11, "trajectory a, prompt: token 11 at position 0 is none of the model's 11"),
+        (4, -1, "trajectory a, turn 0: token -1 at position 4"),
+        (8, 50_000, "trajectory a, turn 0: token 50000 at position 8"),
+        (9, 11, "trajectory a, turn 1: token 11 at position 9"),
+    ],
+)
+def test_a_token_that_the_model_does_not_know_is_refused_naming_trajectory_and_turn(
+    position: int, token: int, sentence: str
+) -> None:
+    bad = trajectory("a")
+    check_ids(build_batch([group(bad)]), vocabulary=11)
+    bad.token_ids[position] = token
+    with pytest.raises(DataError, match=sentence):
+        check_ids(build_batch([group(trajectory("b"), bad)]), vocabulary=11)
 
 
 def test_a_reward_that_is_not_finite_is_refused_naming_the_trajectory() -> None:

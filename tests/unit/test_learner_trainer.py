@@ -24,7 +24,7 @@ from leeway.learner.passes import Passes
 from leeway.learner.trainer import Trainer
 from leeway.learner.update import build_update
 from leeway.learner.world import World
-from leeway.replay.errors import WaitTimeout
+from leeway.replay.errors import DataError, WaitTimeout
 from leeway.replay.schema import Group, GroupId, Trajectory, Turn
 
 V = 64
@@ -109,7 +109,8 @@ def observed_step(
     seen = watch(trainer.optimizer)
     of_critic = [] if trainer.critic is None else watch(trainer.critic.optimizer)
     metrics = trainer.train_step(random_batch(config) if batch is None else batch, version=0)
-    numbers = [metrics.loss, metrics.ctn_norm, metrics.grad_norm, metrics.policy.kl_behaviour]
+    ctn_norm = 0.0 if metrics.ctn_norm is None else metrics.ctn_norm
+    numbers = [metrics.loss, ctn_norm, metrics.grad_norm, metrics.policy.kl_behaviour]
     if metrics.critic is not None:
         numbers += [metrics.critic.value_loss, metrics.critic.value_mean]
     return {
@@ -414,11 +415,24 @@ def test_the_engine_gap_is_of_the_minibatch_that_the_version_itself_reads() -> N
     assert policy.log_ratio_abs_max > 1e-2
 
 
+def test_a_token_that_the_model_does_not_know_ends_the_step_before_any_weight_changes() -> None:
+    config = configure("so-grpo")
+    batch, trainer = random_batch(config), Trainer(tiny(), config)
+    before = [p.detach().clone() for p in trainer.parameters]
+    batch.trajectories[1].token_ids[-2] = trainer.model.config.vocab_size
+    with pytest.raises(DataError, match=r"trajectory .*, turn .*: token .* none of the model's"):
+        trainer.train_step(batch, 0)
+    with pytest.raises(DataError, match="none of the model's"):
+        trainer.measure(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
+
+
 def test_the_clipping_bias_is_measured_where_it_normalises_nothing() -> None:
     plain, measured = configure("grpo"), configure("grpo", measure_ctn=True)
     without = Trainer(tiny(), plain).train_step(random_batch(plain), 0)
     found = Trainer(tiny(), measured).train_step(random_batch(measured), 0)
-    assert without.ctn_norm == 0 < found.ctn_norm
+    assert without.ctn_norm is None and "ctn_norm" not in without.as_dict()
+    assert found.ctn_norm is not None and found.ctn_norm > 0
     assert (found.ctn_divisor, found.grad_norm_applied) == (1, without.grad_norm_applied)
 
 

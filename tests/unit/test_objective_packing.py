@@ -76,11 +76,17 @@ def test_a_number_that_is_not_finite_is_refused_naming_trajectory_and_turn(
         check_tokens(torch.zeros(4), bad)
 
 
-def test_lengths_that_disagree_are_refused() -> None:
-    with pytest.raises(DataError, match=r"lengths disagree: log-prob 2, old log-prob 4"):
+def test_lengths_that_disagree_are_refused_naming_where_the_shortest_ends() -> None:
+    with pytest.raises(
+        DataError, match=r"disagree behind trajectory 0, turn 1: log-prob 2, old log-prob 4"
+    ):
         check_tokens(torch.zeros(2), tokens())
-    with pytest.raises(DataError, match=r"lengths disagree: .* trajectory 4, correction 3"):
+    with pytest.raises(
+        DataError, match=r"disagree behind trajectory 1, turn 0: .* trajectory 4, correction 3"
+    ):
         check_tokens(torch.zeros(4), tokens(correction_T=torch.ones(3)))
+    with pytest.raises(DataError, match=r"lengths disagree: log-prob 0, old"):
+        check_tokens(torch.zeros(0), tokens())
 
 
 @pytest.mark.parametrize(
@@ -102,5 +108,5 @@ def test_segments_out_of_order_or_beyond_their_number_are_refused(
 
 
 def test_lengths_are_compared_before_the_order() -> None:
-    with pytest.raises(DataError, match="lengths disagree"):
+    with pytest.raises(DataError, match="lengths disagree behind trajectory 1, turn 0"):
         check_tokens(torch.zeros(4), tokens([3, 2, 1], [0, 0, 1, 1]))
