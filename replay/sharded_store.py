@@ -278,14 +278,18 @@ def _placed(slots: Iterable[Slot], shard: int) -> list[Slot]:
 
 
 def _sum(parts: Sequence[ReplayStats]) -> ReplayStats:
-    """Counts and seconds added up; the learner is as far as the shard furthest behind."""
+    """Counts and seconds added up; the learner is as far as the shard furthest behind.
+
+    It trains while the last shard's lease is held: the others' begin while it still waits for more,
+    and there is one for every shard.
+    """
     numbers = {
         name: sum(getattr(part, name) for part in parts)
         for name in ReplayStats.__struct_fields__
         if name.startswith("num_") or name.endswith("_s")
     }
     return ReplayStats(
-        **numbers,
+        **numbers | {"train_s": parts[-1].train_s},
         learner_version=min(part.learner_version for part in parts),
         admission_paused=any(part.admission_paused for part in parts),
         dropped=_merged(part.dropped for part in parts),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,11 @@ async def fill(replay: Replay, n: int, version: int = 0) -> list[Slot]:
     for slot in slots:
         await replay.add(slot, build_group(slot))
     return slots
+
+
+async def later(delay_s: float, call: Awaitable[object]) -> None:
+    await asyncio.sleep(delay_s)
+    await call
 
 
 async def train(replay: Replay) -> Lease:
@@ -136,6 +142,24 @@ async def test_a_draw_that_one_shard_cannot_serve_takes_nothing_from_the_others(
     with pytest.raises(WaitTimeout):
         await replay.draw(SOON_S)
     assert (await replay.stats()).num_leased == 0
+
+
+async def test_seconds_of_a_wait_for_one_shard_do_not_count_as_training_at_another():
+    replay, shards = on_memory()
+    await fill(shards[0], 2)
+    for _ in range(2):
+        with pytest.raises(WaitTimeout):
+            await replay.draw(0.3)
+    filling = asyncio.create_task(later(0.3, fill(shards[1], 2)))
+    lease = await replay.draw(AMPLE_S)
+    await filling
+    trained_from_s = time.monotonic()
+    await asyncio.sleep(0.1)
+    await replay.acknowledge(lease, v(1))
+    trained_s = time.monotonic() - trained_from_s
+    stats = await replay.stats()
+    assert 0.1 <= stats.train_s <= trained_s + 0.05
+    assert stats.wait_data_s >= 0.85
 
 
 async def test_draws_that_failed_do_not_count_against_the_groups_of_other_shards():
