@@ -15,6 +15,7 @@ from leeway.learner.attention import use_packed_attention
 from leeway.learner.batch import PackedBatch, build_batch, collate
 from leeway.learner.config import LearnerConfig
 from leeway.learner.model import Network
+from leeway.learner.objective.presets import PRESETS
 from leeway.learner.sharding import local
 from leeway.learner.trainer import Trainer
 from leeway.replay.schema import Group, GroupId, Trajectory, Turn
@@ -107,10 +108,8 @@ def cosine(a: Tensor | None, b: Tensor | None) -> float:
     return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
 
 
-OBJECTIVES = ["grpo", "so-grpo", "reinforce", "so-ppo", "gspo", "so-grpo-penalty", "cispo", "topr"]
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
+# Rounding moves one token across the edge of m2po's mask; test_objective_pinned.py has its numbers.
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"m2po"}))
 def test_bfloat16_steps_where_float64_does(name: str) -> None:
     """Measured: log-probs within 0.011, losses 2e-3, cosines above 0.9999."""
     exact, half = observe(name, "float32", tiny().double()), observe(name, "bfloat16", tiny())
@@ -121,7 +120,7 @@ def test_bfloat16_steps_where_float64_does(name: str) -> None:
     assert half.gradient.norm().item() == pytest.approx(exact.gradient.norm().item(), rel=0.02)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_float32_steps_where_float64_does(name: str) -> None:
     """Measured: log-probs within 7e-7, losses 1e-7, cosines above 1 - 2e-13."""
     exact, single = observe(name, "float32", tiny().double()), observe(name, "float32", tiny())
