@@ -43,6 +43,9 @@ S.schema = arg.schema
 
 -- Limits and orders of the caller; who only looks has none, and goes by those of the last who had.
 local is_new_config = ARGV[2] and ARGV[2] ~= S.config
+-- Bytes 49 to 80 are the limiter's four numbers.
+local is_new_limiter = is_new_config and S.config
+  and string.sub(ARGV[2], 49, 80) ~= string.sub(S.config, 49, 80)
 if is_new_config then S.config = ARGV[2] end
 local LIMITS = '>ddddddddddddddsss'
 local c = {struct.unpack(LIMITS, S.config or struct.pack(

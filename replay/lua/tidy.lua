@@ -20,6 +20,18 @@ if is_new_config then
   end
 end
 
+-- What another limiter let in and out would hold this one back for ever: under `queue` a step needs as
+-- many inserts as it has samples, and the window may not allow what is lacking. It begins with
+-- what is here.
+if is_new_limiter then
+  local untrained, num_leased = 0, 0
+  for _, n in pairs(S.ready) do untrained = untrained + n end
+  for _, lease_id in ipairs(call('ZRANGE', key.leases, 0, -1)) do
+    num_leased = num_leased + #cmsgpack.unpack(call('HGET', key.lease, lease_id)).ids
+  end
+  S.inserts, S.samples = untrained + num_leased, num_leased
+end
+
 -- Expired slots and leases.
 if S.next_expiry and now >= S.next_expiry then
   for _, member in ipairs(call('ZRANGEBYSCORE', key.slots, '-inf', now)) do

@@ -95,6 +95,8 @@ class Stored:
     size: int
     draws: int = 0
     returns: int = 0
+    tokens: int = 0
+    """Of each of its two trajectories, which have two turns."""
 
 
 @dataclass
@@ -125,6 +127,8 @@ class Model:
     acknowledged: set[str] = field(default_factory=set[str])
     num_trained_of: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
+    dropped_lengths: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    """Trajectories by reason and tokens: at most so many, powers of two."""
     num: Counter[str] = field(default_factory=Counter[str])
     is_on_schedule: bool = True
     """No version was restored, and steps ended in the order of their draws."""
@@ -167,8 +171,14 @@ class Model:
 
     def forget(self, ids: list[str], reason: str) -> None:
         """What was trained before is not counted."""
-        for group_id in ids:
-            self.dropped[reason] += self.groups.pop(group_id).draws == 0
+        for group in [self.groups.pop(group_id) for group_id in ids]:
+            if group.draws == 0:
+                self.count_dropped(reason, group.tokens)
+
+    def count_dropped(self, reason: str, tokens: int) -> None:
+        self.dropped[reason] += 1
+        power = next(2**n for n in range(32) if tokens <= 2**n)
+        self.dropped_lengths[reason, power] += 2
 
     def drop_overdue(self) -> None:
         before = self.dropped["overdue"]

@@ -49,6 +49,11 @@ class LimitedModel(Model):
 
     def go_by(self, config: ReplayConfig) -> int:
         """A learner resumes with other limits; how many groups and slots that drops."""
+        if Bounds.of(config) != Bounds.of(self.config):
+            # Another limiter begins with what is here.
+            self.samples = sum(len(held.ids) for held in self.leases.values())
+            untrained = sum(self.groups[i].draws == 0 for i in self.free())
+            self.inserts = untrained + self.samples
         self.config = config
         self.most_draws = max(self.most_draws, config.max_draws)
         for group_id in [i for i in self.free() if self.groups[i].draws >= config.max_draws]:

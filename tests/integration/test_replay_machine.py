@@ -169,12 +169,12 @@ class MemoryMachine(RuleBasedStateMachine):
         m.end_slot(held.slot.slot_id)
         m.added.add(held.slot.slot_id)
         if newest > held.ceiling:
-            m.dropped["lost-version"] += 1
+            m.count_dropped("lost-version", num_tokens)
             return
         m.num["added"] += 1
         m.inserts += 1
         version = oldest if m.config.staleness_policy == "drop" else held.slot.version
-        m.groups[held.slot.slot_id] = Stored(version, newest, len(encode(group)))
+        m.groups[held.slot.slot_id] = Stored(version, newest, len(encode(group)), tokens=num_tokens)
 
     @precondition(lambda self: self.model.past_slots)
     @rule(pick=st.integers(0, 99))
@@ -283,6 +283,16 @@ class MemoryMachine(RuleBasedStateMachine):
         self.model.let_time_pass(quarters / 4)
         self.show_time()
 
+    @precondition(lambda self: self.model.slots or self.model.leases)
+    @rule(which=st.sampled_from(["slot", "lease"]), late_s=st.sampled_from([-0.25, 0.0, 0.0]))
+    def let_one_run_out(self, which: str, late_s: float) -> None:
+        """To the very moment at which the next slot or lease ends, or just before it."""
+        m = self.model
+        held = [*(m.slots if which == "slot" or not m.leases else m.leases).values()]
+        ends_s = min((one.expires_s for one in held), default=m.now_s)
+        m.let_time_pass(max(0.0, ends_s + late_s - m.now_s))
+        self.show_time()
+
     def show_time(self) -> None:
         """The store sees the model's time at once."""
 
@@ -300,6 +310,12 @@ class MemoryMachine(RuleBasedStateMachine):
         assert stats.outstanding == Counter(untrained + playing)
         assert stats.learner_version == m.learner
         assert stats.dropped == +m.dropped
+        lengths = {(r, n): k for r, row in stats.dropped_tokens.items() for n, k in row.items()}
+        assert lengths == m.dropped_lengths
+        in_turns = Counter[str]()
+        for (reason, _), count in m.dropped_lengths.items():
+            in_turns[reason] += count
+        assert stats.dropped_turns == {reason: {2: count} for reason, count in in_turns.items()}
         names = ("admitted", "added", "drawn", "trained", "slots_expired", "leases_expired")
         assert [getattr(stats, f"num_{name}") for name in names] == [m.num[name] for name in names]
         assert all(n <= m.most_draws for n in m.num_trained_of.values())
@@ -447,4 +463,34 @@ async def test_a_group_of_two_versions_goes_when_a_run_resumes_under_exact(tmp_p
             await after.draw(0)
         stats = await after.stats()
         assert (stats.dropped, stats.num_ready) == ({"mixed-versions": 1}, 0)
+        await after.close()
+
+
+async def test_a_limiter_of_a_resumed_run_begins_with_what_the_buffer_holds(tmp_path: Path):
+    """What the one before let in and out would hold it back for ever: two groups drawn twice make
+    four samples of two inserts, and under `queue` a step needs an insert for each sample."""
+    often = ReplayConfig(
+        groups_per_step=2,
+        max_draws=3,
+        max_groups=8,
+        limiter="sample-to-insert",
+        samples_per_insert=2.0,
+        error_buffer=6.0,
+    )
+    queue = ReplayConfig(groups_per_step=2, max_staleness=0, limiter="queue", queue_size=2)
+    with EmbeddedRedis.start(tmp_path) as server:
+        before, after = (RedisReplay(server.url, "run", config) for config in (often, queue))
+        for slot in await before.admit(2, PolicyVersion(0), 0):
+            await before.add(slot, build_group(slot))
+        for version in (1, 2):
+            await before.acknowledge(await before.draw(0), PolicyVersion(version))
+        unfinished = await before.draw(0)
+        await before.close()
+        assert len(unfinished.groups) == 2
+        await after.restore_version(PolicyVersion(2))
+        for version in (2, 3, 4):
+            for slot in await after.admit(2, PolicyVersion(version), 0):
+                await after.add(slot, build_group(slot))
+            await after.acknowledge(await after.draw(0), PolicyVersion(version + 1))
+        assert (await after.stats()).num_trained == 4 + 6
         await after.close()
