@@ -128,6 +128,9 @@ class _Bare:
         self.admit = self._replay.admit
         self.acknowledge = self._replay.acknowledge
         self.stats = self._replay.stats
+        self.release = self._replay.release
+        self.drop = self._replay.drop
+        self.update_priorities = self._replay.update_priorities
         self.close = self._replay.close
 
     def add(self, slot: Slot, payload: Payload) -> asyncio.Future[Any]:
@@ -150,12 +153,17 @@ class DrawTimes(NamedTuple):
 
 
 class OperationTimes(NamedTuple):
-    """Seconds of each call; those of `draw` and `acknowledge` per group."""
+    """Seconds of each call; those of `draw`, `acknowledge`, `release` and `update_priorities` per
+    group."""
 
     admit: list[float]
     add: list[float]
     draw: list[float]
     acknowledge: list[float]
+    release: list[float]
+    drop: list[float]
+    update_priorities: list[float]
+    stats: list[float]
 
 
 def fill(load: Load, shared: Shared) -> int:
@@ -209,7 +217,7 @@ async def _time_draws(load: Load, num_draws: int) -> DrawTimes:
 async def _time_operations(loads: list[Load], num_rounds: int) -> list[OperationTimes]:
     replays = [await _connected(load, is_bare=True) for load in loads]
     entries = [entry_of(load.group()) for load in loads]
-    times = [OperationTimes([], [], [], []) for _ in loads]
+    times = [OperationTimes(*([] for _ in OperationTimes._fields)) for _ in loads]
     for _ in range(num_rounds):
         for replay, entry, seconds in zip(replays, entries, times, strict=True):
             await _time_round(replay, entry, seconds)
@@ -220,14 +228,25 @@ async def _time_operations(loads: list[Load], num_rounds: int) -> list[Operation
 
 async def _time_round(replay: Replay, entry: Entry, seconds: OperationTimes) -> None:
     clock = time.perf_counter
+    unwanted = await replay.draw(CALL_TIMEOUT_S)
     at_s = [clock()]
+    await replay.release(unwanted)
+    at_s.append(clock())
     lease = await replay.draw(CALL_TIMEOUT_S)
     at_s.append(clock())
     await replay.acknowledge(lease, PolicyVersion(lease.version + 1))
     at_s.append(clock())
-    num_groups = len(lease.groups)
-    seconds.draw.append((at_s[1] - at_s[0]) / num_groups)
-    seconds.acknowledge.append((at_s[2] - at_s[1]) / num_groups)
+    await replay.stats()
+    at_s.append(clock())
+    seconds.stats.append(at_s[4] - at_s[3])
+    num_groups, ids = len(lease.groups), list[str]()
+    of_groups = (seconds.release, seconds.draw, seconds.acknowledge)
+    for taken, begun_s, ended_s in zip(of_groups, at_s, at_s[1:], strict=False):
+        taken.append((ended_s - begun_s) / num_groups)
+    (given_up,) = await replay.admit(1, ENGINE, CALL_TIMEOUT_S)
+    started_s = clock()
+    await replay.drop(given_up, "unwanted")
+    seconds.drop.append(clock() - started_s)
     for _ in range(num_groups):
         started_s = clock()
         slot = (await replay.admit(1, ENGINE, CALL_TIMEOUT_S))[0]
@@ -236,6 +255,10 @@ async def _time_round(replay: Replay, entry: Entry, seconds: OperationTimes) -> 
         await replay.add(slot, payload)
         seconds.admit.append(admitted_s - started_s)
         seconds.add.append(clock() - admitted_s)
+        ids.append(slot.slot_id)
+    started_s = clock()
+    await replay.update_priorities(dict.fromkeys(ids, 1.0))
+    seconds.update_priorities.append((clock() - started_s) / num_groups)
 
 
 # --- the codec alone ---

@@ -156,6 +156,7 @@ def test_the_replay_bench_moves_the_same_groups_through_both_sides_and_has_its_k
         *("ratio_to_redis", "ratio_with_codec", "ratio_to_stream", "ratio_to_group_stream"),
         *("draw_p99_ms", "draw_bare_p99_ms", "cost_growth", "encode_gb_s", "decode_gb_s"),
         *("admit_us/32", "add_us/32", "draw_us/64", "acknowledge_us/64"),
+        *("release_us/32", "drop_us/32", "update_priorities_us/64", "stats_us/64"),
     } <= set(result.keys)
     assert all(float(value) > 0 for value in result.keys.values())
 
