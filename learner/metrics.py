@@ -101,7 +101,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ctn_norm: float | None
     """||C||, the norm of what the clip removed; 0 when nothing was clipped, None where neither
     objective nor `learner.measure_ctn` asks for it. The largest of the minibatches, as ctn_divisor;
-    other numbers are means over them."""
+    loss, rate and norms of the gradient are means over them."""
     ctn_divisor: float
     """What the gradient, or the learning rate, was divided by."""
     policy: PolicyMetrics
