@@ -286,10 +286,11 @@ def _sum(parts: Sequence[ReplayStats]) -> ReplayStats:
     numbers = {
         name: sum(getattr(part, name) for part in parts)
         for name in ReplayStats.__struct_fields__
-        if name.startswith("num_") or name.endswith("_s")
+        if name.startswith("num_") or (name.endswith("_s") and name != "train_s")
     }
     return ReplayStats(
-        **numbers | {"train_s": parts[-1].train_s},
+        **numbers,
+        train_s=parts[-1].train_s,
         learner_version=min(part.learner_version for part in parts),
         admission_paused=any(part.admission_paused for part in parts),
         dropped=_merged(part.dropped for part in parts),
