@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -71,6 +72,31 @@ def test_an_archive_holds_what_a_later_call_needs_and_no_weights(
     assert [r.spec.name for r in brought.results()] == [r.spec.name for r in folder.results()]
 
 
+def test_what_has_ended_is_packed_while_a_sweep_still_runs(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(program, "PACK_EVERY_S", 0.1)
+    folder, archive = swept(tmp_path / "state"), tmp_path / "sweep-a.tar.gz"
+    until_packed = (
+        "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).is_file(): time.sleep(0.01)"
+    )
+    command = [sys.executable, "-c", until_packed, str(archive)]
+    assert program._ended(command, 60.0, folder.root, archive) == 0
+    with tarfile.open(archive) as packed:
+        assert sum(name.endswith("/result.json") for name in packed.getnames()) == 4
+
+
+def test_a_sweep_that_does_not_end_in_time_is_killed(program: ModuleType, tmp_path: Path):
+    started = tmp_path / "pid"
+    sleeping = (
+        f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))"
+    )
+    command = [sys.executable, "-c", f"{sleeping}\ntime.sleep(60)"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        program._ended(command, 2.0, tmp_path / "none", tmp_path / "none.tar.gz")
+    assert not Path(f"/proc/{started.read_text()}").exists()
+
+
 def test_what_a_machine_has_is_not_replaced_by_what_is_brought(program: ModuleType, tmp_path: Path):
     folder = swept(tmp_path / "state")
     program._pack(folder.root, tmp_path / "sweep-a.tar.gz")
@@ -113,7 +139,7 @@ def test_the_share_of_a_gpu_is_what_holds_so_many_gib_on_this_one(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert program._shares("sweep-a", is_cpu=False) == (0.1, 0.175, 0.25)
     assert program._shares("sweep-c", is_cpu=False) == (0.25, 0.375, 0.562)
-    assert program._shares("sweep-c-critic", is_cpu=False) == (0.275, 0.375, 0.562)
+    assert program._shares("sweep-c-critic", is_cpu=False) == (0.212, 0.375, 0.562)
     assert program._shares("sweep-a", is_cpu=True) == (0.0,)
     asked.write_text("#!/bin/sh\necho 10240\n")
     assert program._shares("sweep-a", is_cpu=False) == (0.8, 1.0, 1.0)
@@ -135,7 +161,7 @@ def test_a_live_run_has_two_gpus_to_itself_or_is_left_out(
     monkeypatch.setattr(program, "NEEDS", {})
     asked: list[list[str]] = []
 
-    def run(command: list[str], limit_s: float) -> int:
+    def run(command: list[str], limit_s: float, folder: Path, archive: Path) -> int:
         asked.append(command)
         return 0
 
